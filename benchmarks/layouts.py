@@ -2,6 +2,7 @@
 
     python benchmarks/layouts.py --model tiny --dtype float64
     python benchmarks/layouts.py --model smollm2-135m --kinds dpo --data pairs.jsonl --size 16 --markdown
+    python benchmarks/layouts.py --data pairs.jsonl --count         # only the tokens: what could be saved
     python benchmarks/layouts.py --shape qwen2.5-0.5b --prompt-tokens 512 --answer-tokens 512 --answers 2 --device cuda
 
 The layouts of a step:
@@ -48,7 +49,7 @@ from cohort.algos.imitation import Imitation
 from cohort.algos.preferences import PreferenceLoss
 from cohort.config.preferences import Sigmoid
 from cohort.config.schema import LearnerConfig, OptimConfig
-from cohort.data.pack import make_batch
+from cohort.data.pack import make_batch, pack
 from cohort.examples.encode import ExampleRenderer, encode_pairs, make_example_group
 from cohort.examples.rows import read_pairs
 from cohort.examples.stream import ExampleStream
@@ -106,6 +107,36 @@ class Result:
 # ---- the padded layout: a plain implementation of this script --------------------------------------------------------
 
 
+Row = tuple[list[int], list[int]]  # its tokens, and the places of targets among them
+
+
+def cut_rows(groups: Sequence[Group], budget: int) -> Iterator[list[Row]]:
+    """Yields the rows of each microbatch, in the order of the groups, which stay whole.
+
+    A microbatch has at most `budget` tokens when its rows are padded to the longest, unless one group has more.
+    """
+    found: list[Row] = []
+    for group in groups:
+        start = len(group.prompt.tokens)
+        rows = [
+            (
+                [*group.prompt.tokens, *sample.tokens],
+                [start + i for i, p in enumerate(sample.provenance) if p == Provenance.TARGET],
+            )
+            for sample in group.samples
+        ]
+        if found and count_padded([*found, *rows]) > budget:
+            yield found
+            found = []
+        found += rows
+    yield found
+
+
+def count_padded(rows: Sequence[Row]) -> int:
+    """Returns the number of tokens of rows that are padded to the longest."""
+    return len(rows) * max(len(tokens) for tokens, _ in rows)
+
+
 class PaddedLearner:
     """Trains on padded rows with plain PyTorch. Only decoder and AdamW are those of Cohort's learner."""
 
@@ -118,7 +149,7 @@ class PaddedLearner:
         num_targets = sum(s.provenance.count(Provenance.TARGET) for g in groups for s in g.samples)
         total, num_tokens = 0.0, 0
         self.learner.optimizer.zero_grad()
-        for rows in self._cut(groups):
+        for rows in cut_rows(groups, self.setup.budget):
             values, owners = self._compute_logprobs(self.learner.decoder, rows)
             if self.setup.reference is None:
                 loss = -values.sum() / num_targets
@@ -131,30 +162,11 @@ class PaddedLearner:
             loss.backward()
             self.learner.optimizer.collect_grads()
             total += loss.item()
-            num_tokens += len(rows) * max(len(tokens) for tokens, _ in rows)
+            num_tokens += count_padded(rows)
         self.learner.optim_step()
         return total, num_tokens
 
-    def _cut(self, groups: Sequence[Group]) -> Iterator[list[tuple[list[int], list[int]]]]:
-        """Yields the rows of each microbatch: tokens, and the places of targets among them. Groups stay whole."""
-        found: list[tuple[list[int], list[int]]] = []
-        for group in groups:
-            start = len(group.prompt.tokens)
-            rows = [
-                (
-                    [*group.prompt.tokens, *sample.tokens],
-                    [start + i for i, p in enumerate(sample.provenance) if p == Provenance.TARGET],
-                )
-                for sample in group.samples
-            ]
-            longest = max(len(tokens) for tokens, _ in [*found, *rows])
-            if found and longest * (len(found) + len(rows)) > self.setup.budget:
-                yield found
-                found = []
-            found += rows
-        yield found
-
-    def _compute_logprobs(self, decoder: Any, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    def _compute_logprobs(self, decoder: Any, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Returns the log-probability of each target [N], and the row that it is in [N]."""
         size, length = len(rows), max(len(tokens) for tokens, _ in rows)
         device = decoder.embed.device
@@ -285,21 +297,31 @@ def find_largest_gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
+def count_tokens(kind: str, layout: str, groups: list[Group], budget: int) -> int:
+    """Returns the tokens that one forward pass over a step's examples computes."""
+    if layout == "padded":
+        return sum(map(count_padded, cut_rows(groups, budget)))
+    batch = make_pair_batch(groups) if kind == "dpo" else make_batch(groups, loss_on=Provenance.TARGET)
+    return sum(minibatch.num_inputs for minibatch in pack(batch, budget, share=layout == "shared"))
+
+
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
-HEAD = ["kind", "layout", "step, s", "speed", "tokens", "share", "loss gap", "weight gap", "weight change"]
+HEAD = ["kind", "layout", "tokens", "share", "step, s", "speed", "loss gap", "weight gap", "weight change"]
 
 
 def make_cells(result: Result, padded: Result) -> list[str]:
     """Returns the row of a layout. Speed and share of tokens are relative to the padded layout."""
-    seconds, tokens = fmean(result.seconds), fmean(result.tokens)
+    tokens = fmean(result.tokens)
+    cells = [result.kind, result.layout, f"{tokens:.0f}", f"{tokens / fmean(padded.tokens):.0%}"]
+    # Without training there are only counts.
+    if not result.seconds:
+        return cells
+    seconds = fmean(result.seconds)
     return [
-        result.kind,
-        result.layout,
+        *cells,
         f"{seconds:.3g}",
         f"{fmean(padded.seconds) / seconds:.2f}",
-        f"{tokens:.0f}",
-        f"{tokens / fmean(padded.tokens):.0%}",
         f"{result.loss_gap:.1e}",
         f"{result.weight_gap:.1e}",
         f"{result.weight_change:.1e}",
@@ -324,9 +346,11 @@ def print_table(rows: list[list[str]], markdown: bool, num_texts: int) -> None:
 
 
 def print_results(results: list[list[Result]], markdown: bool) -> None:
-    """Prints the table of all layouts, and the loss of every step. `results` has one list per kind."""
+    """Prints the table of all layouts, and the loss of every step if there is one. `results` has a list per kind."""
     cells = [make_cells(result, group[0]) for group in results for result in group]
-    print_table([HEAD, *cells], markdown, 2)
+    print_table([HEAD[: len(cells[0])], *cells], markdown, 2)
+    if not results[0][0].losses:
+        return
     steps = [str(n + 1) for n in range(len(results[0][0].losses))]
     losses = [[r.kind, r.layout, *(f"{loss:.7f}" for loss in r.losses)] for group in results for r in group]
     print_table([["kind", "loss at step", *steps], *losses], markdown, 2)
@@ -359,7 +383,7 @@ def load_decoder(a: argparse.Namespace) -> tuple[Decoder, Tokenizer | None]:
 
 
 def compare_kind(kind: str, a: argparse.Namespace, decoder: Decoder, tokenizer: Tokenizer | None) -> list[Result]:
-    """Returns the results of all layouts for one kind of run."""
+    """Returns the results of all layouts for one kind of run. With `--count` they have only tokens."""
     if a.data and tokenizer is not None:
         groups = read_groups(a.data, tokenizer, a.max_tokens)
         # The better answer is imitated.
@@ -368,10 +392,17 @@ def compare_kind(kind: str, a: argparse.Namespace, decoder: Decoder, tokenizer: 
         lengths = (parse_range(a.prompt_tokens), parse_range(a.answer_tokens))
         num_answers = a.answers if kind == "sft" else 2
         groups = draw_groups(a.size * a.steps, decoder.config.vocab_size, *lengths, num_answers, a.seed)
+    layouts = [name for name in LAYOUTS if name != "shared" or any(len(g.samples) > 1 for g in groups)]
+    stream = ExampleStream(groups=groups, size=a.size, seed=a.seed)
+    if a.count:
+        counts = {
+            name: [count_tokens(kind, name, stream.list_groups(n), a.budget) for n in range(a.steps)]
+            for name in layouts
+        }
+        return [Result(kind=kind, layout=name, tokens=tokens) for name, tokens in counts.items()]
     reference = copy.deepcopy(decoder).requires_grad_(False) if kind == "dpo" else None
     setup = Setup(decoder=decoder, reference=reference, steps=a.steps, budget=a.budget, lr=a.lr, beta=a.beta)
-    layouts = [name for name in LAYOUTS if name != "shared" or any(len(g.samples) > 1 for g in groups)]
-    return measure(kind, layouts, setup, ExampleStream(groups=groups, size=a.size, seed=a.seed), a.repeats)
+    return measure(kind, layouts, setup, stream, a.repeats)
 
 
 def main() -> None:
@@ -388,6 +419,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=8, help="prompts per step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--count", action="store_true", help="count tokens, and do not train")
     parser.add_argument("--budget", type=int, default=2048, help="tokens per microbatch")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--beta", type=float, default=0.1)
