@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -82,7 +83,7 @@ def train_for_minutes(recipe: str, out: Path, minutes: float, flags: list[str]) 
     return run, {"steps": steps, "training_seconds": spent, "seconds": time.monotonic() - begin}
 
 
-def write_metrics_csv(run: Path, out: Path) -> None:
+def write_metrics_csv(run: Path, out: Path, columns: Sequence[str] = COLUMNS) -> None:
     """Writes the main metrics as CSV, one line per step. An evaluation is in the line of the step before it."""
     steps: dict[int, dict[str, float]] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -90,8 +91,8 @@ def write_metrics_csv(run: Path, out: Path) -> None:
         steps.setdefault(row["step"], {"step": row["step"]}).update(row["metrics"])
     with out.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(COLUMNS)
-        table.writerows([f"{row[name]:.5g}" if name in row else "" for name in COLUMNS] for row in steps.values())
+        table.writerow(columns)
+        table.writerows([f"{row[name]:.5g}" if name in row else "" for name in columns] for row in steps.values())
 
 
 def write_mean_table(table: Path, out: Path, stretches: int = 6) -> None:

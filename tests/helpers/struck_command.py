@@ -32,6 +32,7 @@ PLACES = {
     "rollout": ("engines/native/engine.py", "NativeEngine.poll"),
     "scoring": ("scoring/pool.py", "ScoringPool.poll"),
     "update": ("learner/local.py", "LocalLearner.update"),
+    "held_out": ("learner/local.py", "LocalLearner.measure"),  # of given answers, not in reinforcement learning
     "rollout_file": ("run/store/rollouts.py", "save_rollouts"),
     "database": ("run/store/db.py", "Store.write_step"),
     "evaluation": ("evaluation/evaluate.py", "evaluate"),

@@ -8,6 +8,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,63 +25,24 @@ from cohort.run.directory import RunDirectory, load_evaluations
 from cohort.run.store.reader import Reader
 from cohort.run.store.rollouts import list_rollout_steps
 from cohort.types import Provenance
-from tests.helpers.command_line import ENV, Census, cohort, differences, next_args, only_run, reference, remains
+from tests.helpers.command_line import (
+    ENV,
+    ROOT,
+    Census,
+    cohort,
+    differences,
+    next_args,
+    only_run,
+    reference,
+    remains,
+)
+from tests.helpers.given_answers import Case, write_rows
 from tests.helpers.struck_command import Strike
 
-FLAGS = ["--model=tiny", "--save.every=2", "--optim.warmup=1", "--optim.lr=1e-4", "--threads=1", "--data.held-out=0.2"]
 STORIES = {
     "checkpoint": [("creation", 1), ("checkpoint", 2), ("recovery", 1), ("prune", 1)],
-    "step": [("update", 3), ("database", 4), ("update", 2), ("finish", 1)],
+    "step": [("update", 3), ("database", 4), ("held_out", 1), ("update", 2), ("finish", 1)],
 }
-
-
-def write_rows(folder: Path) -> None:
-    """Writes conversations and pairs about sums into a folder."""
-    talks, pairs = [], []
-    for a in range(10, 22):
-        for b in (13, 27, 31):
-            question, right = f"What is {a}+{b}?", f"<answer>{a + b}</answer>"
-            talks.append({"prompt": question, "completion": right})
-            pairs.append({"prompt": question, "chosen": right, "rejected": f"<answer>{a + b + 10}</answer>"})
-    for name, rows in (("talks.jsonl", talks), ("pairs.jsonl", pairs)):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-MAP = """
-import cohort
-
-def talk(row):
-    return cohort.Conversation(messages=[
-        {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}
-    ])
-
-def pair(row):
-    return cohort.Preference(prompt=row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
-"""
-TASK = ["--task=arithmetic", "--eval.problems=8", "--eval.samples=2", "--sampling.max-tokens=24"]
-
-
-class Case:
-    """A recipe with its flags, whose data are in a folder of their own: a run records their absolute path.
-
-    The cases with a task measure its accuracy, and read their rows through a function of the user.
-    """
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
-        self.recipe = name.partition(" ")[0]
-        file, size = (
-            ("talks.jsonl", "--batch.examples=5") if self.recipe == "sft" else ("pairs.jsonl", "--batch.pairs=5")
-        )
-        # 36 rows, of which about a fifth is held out: six steps.
-        self.flags = [*FLAGS, size, f"--data.path={folder / file}", "--eval.every=3"]
-        if self.has_task:
-            (folder / "maps.py").write_text(MAP)
-            self.flags += [*TASK, f"--data.map={folder / 'maps.py'}:{'talk' if self.recipe == 'sft' else 'pair'}"]
-
-    @property
-    def has_task(self) -> bool:
-        return self.name.endswith("task")
 
 
 @pytest.fixture(scope="module", params=["sft", "dpo", "sft with a task", "dpo with a task"])
@@ -166,6 +129,16 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
     run = only_run(tmp_path)
     assert run is not None
     assert differences(remains(run), remains(original)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_4_10_a_campaign_of_random_kills(kind: str, tmp_path: Path) -> None:
+    """Kills at random places and moments: final weights, metrics and evaluations equal those of a quiet run."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "kill_campaign.py"), kind, "--kills", "15", "--seed", "1"]
+    done = subprocess.run(script, env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "15 kills" in done.stdout and "identical: yes" in done.stdout
 
 
 def test_a_changed_row_stops_a_resume(case: Case, tmp_path: Path) -> None:

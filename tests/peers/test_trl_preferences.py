@@ -1,12 +1,15 @@
 """Our losses on pairs equal those of TRL's own trainers on the same tensors, with their gradients.
 
 Nothing of TRL is re-implemented here: `DPOTrainer._compute_loss`, `CPOTrainer.cpo_loss` (SimPO) and
-`ORPOTrainer.odds_ratio_loss` run on log-probabilities that ours gets too. Needs `trl` (`make test-peers`).
+`ORPOTrainer.odds_ratio_loss` run on log-probabilities that ours gets too. A whole training by `DPOTrainer` on
+conversations equals ours as well. Needs `trl` (`make test-peers`).
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,17 @@ from cohort.algos.aggregate import Totals
 from cohort.algos.inputs import LossInputs
 from cohort.algos.preferences import PreferenceLoss
 from cohort.config.preferences import IPO, ORPO, Hinge, PairLoss, Robust, Sigmoid, SimPO
+from cohort.config.schema import LearnerConfig, OptimConfig
+from cohort.examples.encode import ExampleRenderer, encode_pairs
+from cohort.examples.rows import read_pairs
+from cohort.learner.local import LocalLearner
+from cohort.loops.dpo import make_pair_batch
+from cohort.loops.learning import annotate
+from cohort.models.files import load_folder
+from cohort.text import Tokenizer
+from cohort.types import Group, Provenance
+from tests.helpers.chat_templates import write_tokenizer
+from tests.peers.trl_chats import NOTHING_AFTER, save_llama, say
 from tests.peers.trl_rows import VOCAB, save_model, trl
 
 pytestmark = pytest.mark.peers
@@ -168,3 +182,97 @@ def test_orpo_equals_trl() -> None:
     # TRL computes in float32.
     ours = compute_ours(ORPO(beta=0.4, nll=0.0), policy, None)
     assert_same(ours, (theirs.detach(), gradient * make_mask()[:, 1:]), tolerance=1e-6)
+
+
+# ---- a whole training ----------------------------------------------------------------------------------------------
+
+CHATS = [
+    {
+        "prompt": [say("user", question)],
+        "chosen": [say("assistant", better)],
+        "rejected": [say("assistant", worse)],
+    }
+    for question, better, worse in [
+        ("What is three and four?", "The answer is <answer>7</answer>", "12"),
+        ("one", "word", "The user in one word.\n\n  12  "),
+        ("x " * 30, "12 " * 40, "helpful assistant"),
+        ("é 世界 🙂", "Use the tool", "Use the sum"),
+    ]
+]
+
+
+def compare_tokens(groups: list[Group], prepared: Any) -> None:
+    """Asserts that TRL's rows have the tokens of our pairs, and that the answers are the targets."""
+    for group, row in zip(groups, prepared, strict=True):
+        for sample, name in zip(group.samples, ("chosen_ids", "rejected_ids"), strict=True):
+            tokens = [*group.prompt.tokens, *sample.tokens]
+            targets = sum(p == Provenance.TARGET for p in sample.provenance)
+            assert tokens == row["prompt_ids"] + row[name]
+            # TRL also counts tokens that both answers begin with as a part of the answers.
+            assert targets == len(row[name]) and sample.provenance[-targets:] == [int(Provenance.TARGET)] * targets
+
+
+@pytest.mark.parametrize("nll", [0.0, 0.2])
+def test_a_whole_training_equals_trl(nll: float, tmp_path: Path) -> None:
+    """Four steps of AdamW on all pairs, from the rows to the weights. TRL pads, ours shares prompts; all in fp32."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = save_llama(tmp_path / "weights")
+    folder = write_tokenizer(tmp_path / "words", NOTHING_AFTER, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    kinds = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, nll]} if nll else {"loss_type": ["sigmoid"]}
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        gradient_checkpointing=False,
+        max_length=None,
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=len(CHATS),
+        max_steps=4,
+        logging_steps=1,
+        beta=0.3,
+        **kinds,
+    )
+    trainer = trl.DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32),
+        args=args,
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        train_dataset=Dataset.from_list(CHATS),
+    )
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    framing = ExampleRenderer(tokenizer=Tokenizer.load(folder), template="chat", system="")
+    groups = encode_pairs(read_pairs(str(file), "train", ()), framing, 1024, "error", "error").groups
+    compare_tokens(groups, trainer.train_dataset)
+
+    trainer.train()
+    theirs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    decoder = load_folder(weights).decoder
+    start = {name: tensor.clone() for name, tensor in decoder.named_weights()}
+    reference = copy.deepcopy(decoder).requires_grad_(False)
+    learner = LocalLearner(
+        decoder, LearnerConfig(dtype="float32"), OptimConfig(lr=1e-3), num_updates=4, reference=reference
+    )
+    loss = PreferenceLoss(Sigmoid(beta=0.3, nll=nll))
+    annotate(learner, groups, loss.needs(groups), Provenance.TARGET)
+    ours = [learner.update(make_pair_batch(groups), loss).metrics for _ in range(4)]
+    assert ours[3]["loss"] < ours[0]["loss"] - 0.05
+    for name, other in (
+        ("loss", "loss"),
+        ("reward/margin", "rewards/margins"),
+        ("reward/accuracy", "rewards/accuracies"),
+        ("reward/chosen", "rewards/chosen"),
+    ):
+        # Every pair is a tie at first: half right by our count, wrong by TRL's.
+        first = 1 if name == "reward/accuracy" else 0
+        expected = [entry[other] for entry in theirs]
+        assert [metrics[name] for metrics in ours][first:] == pytest.approx(expected[first:], rel=1e-3, abs=1e-4), name
+    state = trainer.model.state_dict()
+    for name, tensor in learner.weights():
+        moved = (state[name] - start[name]).abs().max()
+        assert moved > 1e-4 and (tensor - state[name]).abs().max() <= 2e-3 * moved, name

@@ -1,0 +1,106 @@
+"""A result of preference optimisation: how often held-out pairs are ranked right, before and after, for several seeds.
+
+    python benchmarks/preference_result.py --model smollm2-135m --data pairs.jsonl --out results --seeds 0 1 \\
+        -- --data.held-out 0.2 --passes 2 --optim.lr 1e-5
+
+This is `cohort train dpo` for each seed, with the flags after `--`. The held-out pairs are chosen by a hash of their
+prompts, so they are the same for every seed, and no prompt is on both sides. Nothing is chosen by them: the result is
+that of the last step. It writes result.json, the config and the metrics (CSV) of the first seed, and the curves of all
+seeds. None of these files has a text of the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from real_result import COHORT, write_metrics_csv
+
+COLUMNS = [
+    "step",
+    "eval/accuracy",
+    "loss",
+    "reward/accuracy",
+    "reward/margin",
+    "reward/chosen",
+    "reward/rejected",
+    "nll",
+    "kl/ref",
+    "grad_norm",
+    "lr",
+    "pack/tokens",
+    "time/step",
+]
+NUMBERS = ("accuracy", "low", "high", "summary", "mean_tokens", "setting")
+
+
+def train(seed: int, a: argparse.Namespace, flags: list[str]) -> tuple[Path, float]:
+    """Trains with a seed. Returns the folder of the run, and the seconds of the whole command."""
+    name = f"seed-{seed}"
+    begin = time.monotonic()
+    settings = ["--model", a.model, "--data.path", a.data, "--seed", str(seed), *flags]
+    subprocess.run([*COHORT, "train", "dpo", "--out", str(a.out / "runs"), "--name", name, *settings], check=True)
+    return a.out / "runs" / name, time.monotonic() - begin
+
+
+def summarise_run(run: Path, seconds: float) -> dict[str, Any]:
+    """Returns the numbers of a run: held-out pairs before and after, their difference, steps and times."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in (run / "eval").glob("*.json")]
+    found.sort(key=lambda evaluation: evaluation["setting"]["step"])
+    before, after = ({name: evaluation[name] for name in NUMBERS} for evaluation in (found[0], found[-1]))
+    compared = subprocess.run(
+        [*COHORT, "compare", f"{run}@0", str(run), "--json"], check=True, capture_output=True, text=True
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    times = [line["metrics"]["time/step"] for line in lines if "time/step" in line["metrics"]]
+    return {
+        "before": before,
+        "after": after,
+        "difference": json.loads(compared.stdout)["difference"],
+        "steps": len(times),
+        "training_seconds": sum(times),
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Trains with every seed and writes all files of the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    a, rest = parser.parse_known_args()
+    flags = [flag for flag in rest if flag != "--"]
+    runs = {seed: train(seed, a, flags) for seed in a.seeds}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    result = {
+        "recipe": "dpo",
+        "flags": flags,
+        "date": date.today().isoformat(),
+        "device": gpu,
+        "torch": torch.__version__,
+        "seeds": {seed: summarise_run(*run) for seed, run in runs.items()},
+    }
+    first, _ = runs[a.seeds[0]]
+    # The folder of the data is of this machine.
+    config = (first / "config.yaml").read_text(encoding="utf-8")
+    config = config.replace(str(Path(a.data).resolve()), Path(a.data).name)
+    (a.out / "config.yaml").write_text(config, encoding="utf-8")
+    write_metrics_csv(first, a.out / "metrics.csv", COLUMNS)
+    folders = [str(run) for run, _ in runs.values()]
+    subprocess.run([*COHORT, "plot", *folders, "--out", str(a.out / "curves.svg"), "--title", "dpo"], check=True)
+    (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
