@@ -36,7 +36,7 @@ from tests.helpers.command_line import (
     reference,
     remains,
 )
-from tests.helpers.given_answers import Case, write_rows
+from tests.helpers.given_answers import MAP, Case, write_rows
 from tests.helpers.struck_command import Strike
 
 STORIES = {
