@@ -85,7 +85,9 @@ def test_no_built_in_recipe_fails_a_check(
     run([name, "--model", "tiny", *SMALL, "--json"])
     found = json.loads(capsys.readouterr().out)
     names = [f["name"] for f in found["findings"]]
-    assert found["ok"] and found["recipe"] == name and len(set(names)) == 31
+    # Samples of several turns are also compared with a whole render, if the bundled model has made some.
+    num = len({*names} - {"conversation/stream"})
+    assert found["ok"] and found["recipe"] == name and num == 31
     # The bundled model replaces the others here: its samples may all be wrong, or never end, and it is told so. Half of
     # a text that follows an instruction often follows it too.
     usual = {"reward/signal", "update/end-token"} | ({"reward/truncated"} if "ifeval" in name else set())

@@ -14,7 +14,6 @@ import pytest
 
 from cohort.scoring.pool import ScoringPool
 from cohort.scoring.wire import Limits
-from cohort.system.kernel import list_children
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import Past
 from cohort.tasks.ref import TaskRef
@@ -198,8 +197,8 @@ def test_an_environment_keeps_its_state_and_outlives_its_worker(make_pool: Any) 
             assert players[int(id)].hear(outcome).replies[0]["content"] == str(turn + 1)
         if turn == 1:
             # Everything that the workers know is lost. The episodes are played again from their answers.
-            for child in list_children(os.getpid()):
-                os.kill(child, signal.SIGKILL)
+            for worker in pool._workers:
+                os.kill(worker.guard_pid, signal.SIGKILL)
     for player in players:
         player.submit("end")
     for outcome in collect(pool, 4).values():

@@ -41,11 +41,11 @@ def write_rows(folder: Path) -> None:
 def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:
     write_rows(tmp_path)
     words = [command.split()[0] for command in COMMANDS]
-    assert words == ["train"] * 5 + ["eval", "data", "train", "train", "train"]
+    assert words == ["train"] * 5 + ["eval", "data", "train", "train", "train", "check", "explain", "explain"]
     printed = {}
     for command in COMMANDS:
         short = next((flags for begin, flags in SHORT.items() if command.startswith(begin)), "")
-        threads = "" if command.startswith("data") else "--threads=1"
+        threads = "" if command.startswith(("data", "explain")) else "--threads=1"
         done = cohort(*shlex.split(f"{command} {short} {threads}"), at=tmp_path)
         assert done.returncode == 0, (command, done.stderr)
         printed[command.rpartition("--name ")[2].split()[0]] = done.stdout

@@ -216,8 +216,9 @@ def _choose_lengths(config: RL, model: LoadedModel, tokenizer: Tokenizer, budget
     num_compared = config.algo.num_compared
     longest = config.max_sampled_tokens + max_environment_tokens(config, tokenizer)
     if isinstance(config.turns, Conversation):
-        # A conversation ends when it has no room left, so a part of the context is kept for prompts.
-        longest = min(longest, min(model.config.context, budget // num_compared) * 3 // 4)
+        # A conversation ends when it has no room left, so half of the context is kept for long prompts. Where a prompt
+        # is shorter, the conversation may use the rest.
+        longest = min(longest, min(model.config.context, budget // num_compared) // 2)
     return longest, _compute_prompt_limit(longest, model, budget, num_compared)
 
 

@@ -773,6 +773,7 @@ engine = ServerEngine("{url}", "small")
 for i in range(3):
     engine.submit(request(0, i))
 try:
+    print("polling", flush=True)
     engine.poll(60)
 finally:
     print("under way:", len(engine._pending))
@@ -793,6 +794,8 @@ def test_an_interrupt_ends_the_engine_at_once_and_closes_its_connections(server:
     program = [sys.executable, "-c", INTERRUPTED.format(url=server.url)]
     with subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         waiting.wait(60)
+        # All requests may have arrived before the program has come so far.
+        assert process.stdout is not None and process.stdout.readline() == "polling\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)  # far less than the time-out of a request
     assert process.returncode != 0 and "KeyboardInterrupt" in err

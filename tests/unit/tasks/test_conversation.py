@@ -15,7 +15,7 @@ from cohort.tasks.environment import Episodes, KeyedDraws, Opening, Past, Step
 from cohort.types import Answer, Finish, Key, Message, Row
 
 RULES = ConversationRules(max_turns=4, max_calls=3, format="hermes", seconds=5.0, characters=100)
-KEY = Key(seed=0, purpose="train", task="adder", prompt_id="r", visit=0, sample=1)
+KEY = Key(seed=0, purpose="train", task="sums_with_a_tool", prompt_id="r", visit=0, sample=1)
 ROW: Row = {"id": "r", "a": 2, "b": 3}
 
 
@@ -24,7 +24,7 @@ def read_clock() -> str:
     return "12:00"
 
 
-@task("adder")
+@task("sums_with_a_tool")
 class Adder:
     """Sums with a tool, scored by the last message."""
 

@@ -156,7 +156,7 @@ def test_a_data_set_of_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     rows = [dict(row) for row in ROWS]
     opened = []
 
-    def open_hub(name: str, split: str, remedy: str) -> Iterator[tuple[int, dict[str, object]]]:
+    def open_hub(name: str, split: str, remedy: str, flags: str) -> Iterator[tuple[int, dict[str, object]]]:
         opened.append((name, split))
         return enumerate(rows, 1)
 
