@@ -252,7 +252,7 @@ def check_verdicts(job: RLJob, scored: Sequence[Case], made: Iterable[str]) -> I
     yield check_gold(gold) if gold or not has_gold else _warn_of_no_scores("reward/gold", "right")
     empty = kinds.get("empty", [])
     yield check_empty(empty) if empty else _warn_of_no_scores("reward/empty", "empty")
-    yield check_variation(scored, gold, has_gold)
+    yield check_variation(scored, gold, has_gold, job.scorer.conversation is not None)
     cheap = [c for kind in CHEAP_KINDS for c in kinds.get(kind, [])]
     yield check_cheapest(cheap, full) if cheap else _warn_of_no_scores("reward/cheapest", "empty or format-only")
     echoes = kinds.get("echo", [])
@@ -295,16 +295,19 @@ def check_empty(empty: Sequence[Case]) -> Finding:
     return fail(name, f"{text}: the policy would learn to say nothing. Score an empty answer 0.", rows=len(paid))
 
 
-def check_variation(scored: Sequence[Case], gold: Sequence[Case], has_gold: bool) -> Finding:
+def check_variation(scored: Sequence[Case], gold: Sequence[Case], has_gold: bool, has_tools: bool = False) -> Finding:
     """Returns FAIL if all answers got the same reward, else ok.
 
-    Returns only warn if the reward is always 0 and no right answers (`gold`) were scored. `has_gold` = the task gives
-    some.
+    Returns only warn if the reward is always 0 and no right answers (`gold`) were scored, or if the task `has_tools`:
+    the answers that are tried here make no calls. `has_gold` = the task gives right answers.
     """
     name = "reward/varies"
     rewards = {c.reward for c in scored}
     if len(rewards) > 1:
         return ok(name, f"{len(rewards)} different rewards, {min(rewards):g} to {max(rewards):g}")
+    if has_tools:
+        text = f"{len(scored)} answers without a call of a tool, right and wrong, all got {rewards}"
+        return warn(name, f"{text}: only conversations with calls can earn more, and none was tried here.")
     if gold or rewards != {0.0}:
         text = f"{len(scored)} answers, right and wrong, all got {rewards}"
         return fail(name, f"{text}: a constant reward teaches nothing. Does score read the right field?")
