@@ -54,7 +54,7 @@ def tiny_calculator() -> RL:
     """A calculator as a tool, with the bundled model: sums of more terms and digits than it was taught."""
     return RL(
         model="tiny",
-        steps=40,
+        steps=120,
         task=Calculator(max_terms=4),
         reward=_CORRECT_ALONE,
         batch=BatchConfig(prompts=32, samples=8),
