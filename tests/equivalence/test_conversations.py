@@ -176,3 +176,14 @@ def test_rewards_of_turns_add_up(talked: Any) -> None:
             assert sample.reward == pytest.approx(earned + float(done))
             assert sum(sample.turn_rewards) == pytest.approx(sample.reward if sample.turn_rewards else 0.0)
             assert len(sample.turn_rewards) in (0, sample.num_turns)
+
+
+def test_both_orders_give_the_same_samples(talked: Any) -> None:
+    """In continuous order conversations go on at once, so other turns are sampled together. No token changes."""
+    job, _, groups = talked
+    job.producer.stream.seek(0)
+    prompts = job.producer.stream.next_prompts(6)
+    again = make_producer(job, 3, order="continuous").roll_out(prompts)
+    for one, other in zip(groups, again, strict=True):
+        assert [s.tokens for s in one.samples] == [s.tokens for s in other.samples]
+        assert [s.reward for s in one.samples] == [s.reward for s in other.samples]

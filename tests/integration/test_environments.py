@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cohort.run.directory import load_evaluations
 from cohort.scoring.pool import ScoringPool
 from cohort.scoring.wire import Limits
 from cohort.tasks.conversation import ConversationRules
@@ -245,3 +246,13 @@ def test_a_killed_run_with_tools_ends_the_same(tmp_path: Path) -> None:
     assert differences(remains(run), remains(original)) == []
     steps = [step for step, name, _ in remains(run)["metrics"] if name == "turns/mean"]
     assert steps == [1, 2, 3], "every step had samples of several turns"
+
+
+@pytest.mark.slow
+def test_the_bundled_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
+    """The beginning of the recipe: after a third of its steps the intervals of the accuracies are apart."""
+    done = cohort("train", "tiny_calculator", "--steps=40", "--name=calc", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = load_evaluations(tmp_path / "runs" / "calc")
+    assert found[0].accuracy < 0.65 and found[40].low > found[0].high + 0.05, (found[0].accuracy, found[40].accuracy)
+    assert found[40].parts["ran"] > 0.9, "right answers come through the tool"
