@@ -807,3 +807,12 @@ def test_the_commands_in_the_readme_load() -> None:
         # The name of a run is a flag of the command, not a setting.
         recipe, *args = re.sub(r" --name \S+", "", command).split()
         load_config(recipe, args)
+
+
+def test_a_run_whose_length_is_in_passes_may_have_any_schedule() -> None:
+    """How many steps the passes take is known only when the rows are read."""
+    flags = ["--passes=3", "--eval.every=1000", "--save.every=1000", "--optim.warmup=500", "--data.path=x.jsonl"]
+    config = load_config("sft", flags)
+    assert config.eval.every == 1000 and config.optim.warmup == 500
+    with pytest.raises(ConfigError, match=r"eval\.every is 1000, but the run has only 7 steps"):
+        load_config("sft", ["--passes=0", "--steps=7", "--eval.every=1000", "--data.path=x.jsonl"])
