@@ -197,4 +197,5 @@ class Outcome:
     earned: float = 0.0
     calls: dict[str, int] = field(default_factory=dict)
     ending: str = ""
+    crashed: bool = False  # whether the failure is that the process died or was killed
     stand_in: Answer | None = None

@@ -14,7 +14,15 @@ from tests.helpers.small_runs import keep_torch_settings, small_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 # Metrics that a healthy run never records.
-RARE = {"updates/bad", "updates/no_signal", "samples/empty", "samples/failed", "turns/mean"}
+RARE = {
+    "updates/bad",
+    "updates/no_signal",
+    "samples/empty",
+    "samples/failed",
+    "turns/mean",
+    "calls/mean",
+    "calls/OUTCOME",
+}
 
 
 def documented() -> list[str]:

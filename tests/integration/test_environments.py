@@ -181,6 +181,7 @@ def test_only_the_guilty_episode_of_a_dead_worker_fails(make_pool: Any, what: st
         player.submit(call(what) if player.n == 3 else call("returns_nothing"))
     outcomes = collect(pool, 6)
     assert [id for id, outcome in sorted(outcomes.items()) if outcome.failure] == ["3"]
+    assert outcomes["3"].crashed and not any(outcome.crashed for id, outcome in outcomes.items() if id != "3")
     for player in players:
         player.hear(outcomes[str(player.n)])
         if player.n != 3:

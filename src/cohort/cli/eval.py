@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -169,6 +170,8 @@ def format_evaluation(evaluation: Evaluation) -> str:
         ["mean tokens", _format_mean_tokens(e)],
         ["finish", finishes],
     ]
+    if calls := sum((Counter(answer.calls) for item in e.items for answer in item.answers), Counter()):
+        rows.append(["calls", ", ".join(f"{outcome} {num}" for outcome, num in sorted(calls.items()))])
     if s.date:
         rows.append(["date", f"{s.date}, as today in the prompts"])
     if s.num_left_out:

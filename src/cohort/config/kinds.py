@@ -112,11 +112,16 @@ class RL(RunConfig):
 
         If `name` is "task", all reward coefficients are reset to 1.
         """
+        if name == "turns" and isinstance(value, SingleTurn) and has_conversations(self.task):
+            raise ConfigError(
+                f"the task {type(self.task).name} has tools or an environment, so that its samples have several turns: "
+                "remove --turns single. --turns.max-turns 1 allows one turn."
+            )
         if name != "task":
             return super().replace_variant(name, value)
-        # Conversations were those of the former task, and so were the coefficients of the reward parts.
-        turns = SingleTurn() if isinstance(self.turns, Conversation) else self.turns
-        return replace(self, task=value, reward={}, turns=turns)
+        # The coefficients were for the reward parts of the former task, and conversations may have been its own.
+        is_over = isinstance(self.turns, Conversation) and not has_conversations(value)
+        return replace(self, task=value, reward={}, turns=SingleTurn() if is_over else self.turns)
 
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError if settings of different sections contradict each other or a reward is not valid.
@@ -163,6 +168,11 @@ class RL(RunConfig):
             raise ConfigError(
                 f"template is text, but --turns {get_turns_name(self.turns)} needs a chat template for what follows "
                 f"the model's turns. Set --template chat{remedy}."
+            )
+        if isinstance(self.turns, Conversation) and self.sampling.stop:
+            raise ConfigError(
+                f"sampling.stop is {list(self.sampling.stop)}, which would cut the ends of calls and messages out of "
+                "the conversations of this task. Remove --sampling.stop: a turn ends with the model's own end token."
             )
         if isinstance(self.turns, ThinkAgain) and has_conversations(self.task):
             raise ConfigError(

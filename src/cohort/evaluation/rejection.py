@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cohort.evaluation.records import EvalAnswer, EvalItem, Evaluation
+from cohort.rollout.episode import join_messages
 from cohort.text.plain import add_system
 
 Keep = Literal["correct", "wrong", "all"]
@@ -66,7 +67,7 @@ def _make_messages(item: EvalItem, answer: EvalAnswer, system: str) -> list[dict
     """Returns the prompt of a problem and an answer to it, as messages. An answer may be a whole conversation."""
     messages = [*add_system(item.messages, system)]
     if answer.messages:
-        return [*messages, *answer.messages]
+        return join_messages(messages, answer.messages)
     begun = ""
     # The prompt may begin the assistant's message, which the answer continues.
     if messages and messages[-1]["role"] == "assistant":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cohort.config.engines import ServerEngine, VllmEngine
-from cohort.config.options import EvalOptions
+from cohort.config.options import CONVERSATION_OPTIONS, EvalOptions
 from cohort.engines.base import Engine
 from cohort.engines.factory import EngineModel, make_engine
 from cohort.errors import ConfigError, RunError
@@ -222,12 +222,17 @@ class ModelEvaluator:
                     f"the task {task.name} has conversations, for which an engine must take and give tokens, and "
                     f"--engine {self.options.engine} does not. Use --engine native or vllm."
                 )
+            if self.options.stop:
+                raise ConfigError(
+                    f"--stop {' '.join(self.options.stop)} would cut the ends of calls and messages out of the "
+                    f"conversations of {task.name}. Remove --stop: a turn ends with the model's own end token."
+                )
             return make_conversation_rules(turns, self.tokenizer)
-        if turns != EvalOptions().conversation:
+        given = [name for name in CONVERSATION_OPTIONS if getattr(self.options, name) != getattr(EvalOptions, name)]
+        if given:
             raise ConfigError(
-                f"the task {task.name} has neither tools nor an environment, so limits of conversations have no "
-                "effect. Remove --max-turns, --max-calls, --max-total, --max-characters, --call-seconds and "
-                "--call-format."
+                f"the task {task.name} has neither tools nor an environment, so that limits of conversations have no "
+                f"effect: remove --{', --'.join(given).replace('_', '-')}."
             )
         return None
 

@@ -26,6 +26,7 @@ class LaterTurns:
     """Encodes what lies between two turns of the policy: from its end token, through the messages in the argument, to
     the beginning of the policy's next turn."""
     stop_ids: tuple[int, ...] = ()  # the tokens with which the policy may end its turn
+    has_calls: bool = False  # whether the policy may call tools
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +108,7 @@ class Episode:
             shared=len(self.prompt.tokens) if self.sample.tokens else -1,
             # Random numbers are keyed by position in the sample, so a later turn continues their sequence.
             start=len(self.sample.tokens),
-            messages=[*self.prompt.messages, *self.history],
+            messages=join_messages(self.prompt.messages, self.history),
             # Only the new tokens of the next turn are then computed. All turns of an episode have the same id.
             keep=later_turns is not None,
             continues=id if self.answers else "",
@@ -151,7 +152,8 @@ class Episode:
         self.earned += [0.0] * (len(self.answers) - len(self.earned))
         self.earned[-1] += outcome.earned
         self.calls.update(outcome.calls)
-        if outcome.failure and self.calls:
+        later_turns = self.settings.later_turns
+        if outcome.crashed and later_turns is not None and later_turns.has_calls:
             self.calls["crash"] += 1
         sample.calls = dict(self.calls)
         if len(self.answers) > 1:
@@ -195,6 +197,15 @@ class Episode:
         )
         self.sample = join_turns(sample, reply_tokens)
         return True
+
+
+def join_messages(prompt: Sequence[Message], later: Sequence[Message]) -> list[Message]:
+    """Returns the messages of a prompt and those after it.
+
+    A last message of the assistant in the prompt is begun there and repeated in full by the first one after it.
+    """
+    is_begun = bool(prompt and later) and prompt[-1]["role"] == "assistant"
+    return [*(prompt[:-1] if is_begun else prompt), *later]
 
 
 def make_answer(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -> Answer:

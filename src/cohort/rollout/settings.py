@@ -63,6 +63,7 @@ def make_conversation_turns(turns: Conversation, sampling: Sampling, tokenizer: 
         max_total=turns.max_total,
         encode_replies=partial(tokenizer.encode_replies, with_tools=True),
         stop_ids=tokenizer.stop_ids,
+        has_calls=True,
     )
 
 

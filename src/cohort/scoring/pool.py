@@ -59,6 +59,7 @@ class Trouble:
     reason: str
     exhausted: bool = False  # whether it ran out of time or memory
     over_limit: bool = False  # whether it used up its CPU time: another try or a quieter machine would need as much
+    is_death: bool = False  # whether the process died or had to be killed
 
 
 def choose_queue_length(seconds: float | None) -> int:
@@ -412,7 +413,7 @@ class ScoringPool:
                 self._errors.append(TaskError(message))
         self._workers[index] = self._start_worker()
         if first is not None:
-            self._retry_or_fail(first, trouble, self._next_serial)
+            self._retry_or_fail(first, replace(trouble, is_death=True), self._next_serial)
 
     def _retry_or_fail(self, item: Item, trouble: Trouble, serial: int | None = None) -> None:
         """Queues an item whose grader had trouble for a second try, or finishes it as failed after the second one.
@@ -432,15 +433,17 @@ class ScoringPool:
             self._emptied.add(item.number)
             empty = make_plain_answer("")
             if item.past is not None:
-                # Whether the episode continues depends on how the answer ended, so the empty one keeps that.
-                empty = replace(empty, finish=item.answer.finish)
+                # Whether the episode continues depends on how the answer ended, so the empty one keeps that. Its
+                # conversation is the same but for the answer.
+                talk = [*item.answer.conversation[:-1], {"role": "assistant", "content": ""}]
+                empty = replace(empty, finish=item.answer.finish, conversation=talk)
             self._retries.append((0, replace(item, answer=empty)))
         elif item.number not in self._was_too_much:
             self._was_too_much[item.number] = too_much
             self._retries.append((self._next_serial + 1 if serial is None else serial, item))
         else:
             self.num_failures += 1
-            self._finish(item, Outcome(failure=trouble.reason))
+            self._finish(item, Outcome(failure=trouble.reason, crashed=trouble.is_death))
 
     def _finish_scored(self, item: Item, outcome: Outcome) -> None:
         """Finishes an item with the outcome of its grader, which `poll` then returns, unless the item was dropped.

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from cohort.errors import CohortError, TaskError, UserCodeError
 from cohort.scoring.guard import start_guard
@@ -154,12 +154,25 @@ def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
         number=item.number,
         parts=parts,
         reason=str(step.reason)[:MAX_REASON],
-        replies=[] if step.done else list(step.replies),
+        replies=[] if step.done else [_make_plain(message) for message in step.replies],
         cost=float(step.cost),
         earned=float(step.earned),
         calls=step.calls,
         ending=step.ending,
     )
+
+
+def _make_plain(message: Any) -> Any:
+    """Returns a reply with its role, content and name alone, and with half characters replaced, which have no tokens.
+
+    Anything but a dict of texts is returned as text, which the pool refuses.
+    """
+    if not isinstance(message, dict):
+        return str(message)[:MAX_REASON]
+    kept = {key: message[key] for key in ("role", "name", "content") if key in message}
+    if not all(isinstance(value, str) for value in kept.values()):
+        return str(message)[:MAX_REASON]
+    return {key: value.encode("utf-8", "replace").decode("utf-8") for key, value in kept.items()}
 
 
 def describe_error(error: BaseException, printed: str = "", more: str = "") -> str:

@@ -89,9 +89,19 @@ def _make_environment(task: Task) -> Any:
         return None
     with report_errors(f'the method environment of the task "{task.name}"', type(task)):
         environment = make()
-    if not callable(getattr(environment, "reset", None)) and not all(
-        callable(getattr(environment, name, None)) for name in ("start", "step")
-    ):
+    has_reset = callable(getattr(environment, "reset", None))
+    has_steps = all(callable(getattr(environment, name, None)) for name in ("start", "step"))
+    if has_reset and has_steps:
+        raise TaskError(
+            f'task "{task.name}": its environment has `reset` as well as `start` and `step`; remove `reset`, or remove '
+            "the other two"
+        )
+    if has_reset and not hasattr(environment, "get_reward") and not hasattr(task, "score"):
+        raise TaskError(
+            f'task "{task.name}" has no reward: give its environment a method get_reward(), or the task a method '
+            "score(row, answer)"
+        )
+    if not has_reset and not has_steps:
         raise TaskError(
             f'task "{task.name}": its method `environment` returned {describe_result(environment, make)}; return a new '
             "object with the methods start(row, draws) and step(answer), or with reset()"
@@ -135,12 +145,19 @@ def _list_functions(owner: Any) -> list[Callable[..., Any]]:
     """Returns the functions in `owner.tools`: a tuple or list of functions, methods or names of methods, or a method
     that returns one."""
     tools = getattr(owner, "tools", ())
-    if callable(tools):
+    if callable(tools) and hasattr(tools, "__self__"):
         with report_errors(f"the method tools of {type(owner).__name__}", type(owner)):
             tools = tools()
+    if not isinstance(tools, tuple | list):
+        raise TaskError(
+            f"the tools of {type(owner).__name__} are {str(tools)[:60]}; write a tuple of functions, as in tools = "
+            "(look_up,)"
+        )
     functions = []
     for tool in tools:
         name = tool if isinstance(tool, str) else getattr(tool, "__name__", "")
+        if isinstance(tool, str) and not callable(getattr(owner, tool, None)):
+            raise TaskError(f'{type(owner).__name__} has no method "{tool}", which its tools name; define it')
         # A method named in the body of its class is not bound to an object yet.
         is_method = isinstance(tool, str) or getattr(type(owner), name, None) is tool
         functions.append(getattr(owner, name) if is_method else tool)
@@ -196,15 +213,19 @@ class ConversationEnvironment:
         """Returns the step, or the last one of the episode if the policy has no turn left."""
         if step.done or self.num_turns < self.rules.max_turns:
             return step
+        if step.parts is not None:
+            # The environment has said what the episode has earned so far.
+            return replace(step, done=True, replies=[], ending=str(Finish.TURNS))
         last = self._score(answer)
-        return replace(last, ending=str(Finish.TURNS), calls=step.calls, earned=step.earned + last.earned)
+        earned = step.earned + last.earned
+        return replace(last, ending=str(Finish.TURNS), calls=step.calls, earned=earned, cost=step.cost + last.cost)
 
     def _answer_message(self, answer: Answer) -> Step:
         """Returns the step for an answer without calls: that of the user's environment, or the score of the task."""
         environment = self._opened.environment
         if not hasattr(environment, "step"):
             return self._score(answer)
-        step = environment.step(answer)
+        step = environment.step(replace(answer, calls=list(self.outcomes)))
         if isinstance(step, str):
             return Step(replies=[{"role": "user", "content": step}], done=False)
         if not isinstance(step, Step):
@@ -212,13 +233,18 @@ class ConversationEnvironment:
                 f'task "{self.task.name}", row {quote_id(self.row["id"])}: the method `step` returned '
                 f"{describe_result(step, type(environment).step)}; return cohort.Step(...), or a text as the reply"
             )
+        where = f'task "{self.task.name}", row {quote_id(self.row["id"])}: the method `step` returned a Step'
+        if step.done and step.replies:
+            raise TaskError(f"{where} that is done and has `replies`; write done=False if the episode goes on")
         if step.done and step.parts is None:
+            if not hasattr(self.task, "score"):
+                raise TaskError(
+                    f"{where} that is done and has no `parts`, and the task has no method `score`; give the reward, as "
+                    'in Step(parts={"correct": 1.0})'
+                )
             return replace(self._score(answer), earned=step.earned, cost=step.cost)
         if not step.done and not step.replies:
-            raise TaskError(
-                f'task "{self.task.name}", row {quote_id(self.row["id"])}: the method `step` returned a Step that is '
-                "not done and has no `replies`; give a reply, or set done=True"
-            )
+            raise TaskError(f"{where} that is not done and has no `replies`; give a reply, or set done=True")
         return step
 
     def _score(self, answer: Answer) -> Step:

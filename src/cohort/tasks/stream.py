@@ -282,7 +282,8 @@ class TaskStream:
             place = "" if self._is_cut(split) else f"row {number} of {split}, counted from 0"
             # `repr` accepts any value. A prompt that is not a list of messages is refused in `_render_prompt`.
             if hasattr(self.task, "environment"):
-                asked = self._open_row(row, visit=0, purpose="train").messages
+                # Episodes that begin alike may be different games: what is drawn is not in the messages.
+                asked = (row["id"], self._open_row(row, visit=0, purpose="train").messages)
             else:
                 asked = call_prompt(self.task, row, place)
             yield hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()

@@ -36,6 +36,9 @@ class CallResult:
     content: str
 
 
+REPEAT_SECONDS = 0.1  # between two alarms, once the time of a tool is up
+
+
 class _TimeLimitError(BaseException):
     """Raised inside a tool whose time is up. No `except Exception` of the tool catches it."""
 
@@ -56,19 +59,24 @@ def run_calls(calls: Sequence[Call], tools: Mapping[str, Tool], limits: CallLimi
 
 def _run_call(call: Call, tools: Mapping[str, Tool], limits: CallLimits, deadline: float) -> CallResult:
     """Runs one call, which must end by `deadline`, and returns its result."""
+    outcome, text = _find_outcome(call, tools, deadline)
+    # The model chose the name and the arguments, which may be quoted in the text.
+    return CallResult(name=_clean(call.name, 64), outcome=outcome, content=_clean(text, limits.characters))
+
+
+def _find_outcome(call: Call, tools: Mapping[str, Tool], deadline: float) -> tuple[CallOutcome, str]:
+    """Runs one call, which must end by `deadline`. Returns the outcome and the text for the model, as they are."""
     tool = tools.get(call.name)
     if call.problem:
-        return CallResult(name=call.name, outcome=CallOutcome.MALFORMED, content=f"Malformed call: {call.problem}.")
+        return CallOutcome.MALFORMED, f"Malformed call: {call.problem}."
     if tool is None:
         known = ", ".join(tools) or "none"
-        text = f'There is no tool "{call.name}". Tools: {known}.'
-        return CallResult(name=call.name, outcome=CallOutcome.UNKNOWN, content=text)
+        return CallOutcome.UNKNOWN, f'There is no tool "{call.name}". Tools: {known}.'
     try:
         arguments = tool.check_arguments(call.arguments)
     except ValueError as error:
-        return CallResult(name=tool.name, outcome=CallOutcome.MALFORMED, content=f"Malformed call: {error}.")
-    outcome, text = _call_function(tool, arguments, deadline)
-    return CallResult(name=tool.name, outcome=outcome, content=_clean(text, limits.characters))
+        return CallOutcome.MALFORMED, f"Malformed call: {error}."
+    return _call_function(tool, arguments, deadline)
 
 
 def _call_function(tool: Tool, arguments: dict[str, Any], deadline: float) -> tuple[CallOutcome, str]:
@@ -78,9 +86,18 @@ def _call_function(tool: Tool, arguments: dict[str, Any], deadline: float) -> tu
             return CallOutcome.OK, _to_text(tool.function(**arguments))
     except _TimeLimitError:
         return CallOutcome.TIMEOUT, "The tool took too long and was stopped."
-    # Whatever a tool raises is shown to the model: the call was the model's own.
-    except Exception as error:
-        return CallOutcome.ERROR, f"{type(error).__name__}: {error}"
+    # Whatever a tool raises is shown to the model: the call was the model's own. That includes exit(), by which a model
+    # that may run code would otherwise leave the baseline.
+    except BaseException as error:
+        return CallOutcome.ERROR, f"{type(error).__name__}: {_describe(error)}"
+
+
+def _describe(error: BaseException) -> str:
+    """Returns the text of an exception; "" if it has none that can be made."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 @contextmanager
@@ -99,7 +116,8 @@ def _stop_at(deadline: float) -> Iterator[None]:
 
     before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - time.monotonic()))
+        # Again and again, because a tool may catch the first one.
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - time.monotonic()), REPEAT_SECONDS)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import types
 import typing
@@ -65,6 +66,8 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     where = f"the tool {name or function!r}"
     if not callable(function) or not _NAME.fullmatch(name):
         raise TaskError(f"{where} has no name that a model could call; define it with def, as a function or a method")
+    if inspect.iscoroutinefunction(function):
+        raise TaskError(f"{where} is async, which tools cannot be yet; write def, not async def")
     doc = docstring_parser.parse(inspect.getdoc(function) or "")
     about = "\n\n".join(text for text in (doc.short_description, doc.long_description) if text)
     if not about:
@@ -131,8 +134,13 @@ def _convert(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
     if value is None and schema.get("nullable"):
         return None
     kind = schema.get("type")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f'the argument "{name}" must be a finite number')
     if kind == "number" and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f'the argument "{name}" is too large') from None
     if kind == "integer" and type(value) is float and value.is_integer():
         return int(value)
     expected = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}

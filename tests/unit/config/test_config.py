@@ -35,12 +35,14 @@ from cohort.config.schema import (
     ALGOS,
     GRPO,
     BatchConfig,
+    Conversation,
     DrGRPO,
     LearnerConfig,
     LoraConfig,
     OptimConfig,
     RunConfig,
     SamplingConfig,
+    SingleTurn,
 )
 from cohort.errors import CohortError, ConfigError
 from cohort.recipes import RECIPES
@@ -816,3 +818,21 @@ def test_a_run_whose_length_is_in_passes_may_have_any_schedule() -> None:
     assert config.eval.every == 1000 and config.optim.warmup == 500
     with pytest.raises(ConfigError, match=r"eval\.every is 1000, but the run has only 7 steps"):
         load_config("sft", ["--passes=0", "--steps=7", "--eval.every=1000", "--data.path=x.jsonl"])
+
+
+def test_a_task_with_tools_has_conversations() -> None:
+    config = load_config("quickstart", ["--task=calculator"])
+    assert isinstance(config.turns, Conversation)
+    # The limits of a recipe stay for another task with tools, and go with the last one.
+    assert load_config("tiny_calculator", ["--task=calculator"]).turns.max_turns == 3  # type: ignore[union-attr]
+    assert isinstance(load_config("tiny_calculator", ["--task=arithmetic"]).turns, SingleTurn)
+    for flag, message in {
+        "--turns=single": "remove --turns single",
+        "--turns=think_again": "--turns think_again cannot be used with it",
+        "--sampling.stop=x": "would cut the ends of calls",
+        "--template=text": "needs a chat template",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_config("tiny_calculator", [flag])
+    with pytest.raises(ConfigError, match="has neither tools nor an environment"):
+        load_config("quickstart", ["--turns=conversation"])

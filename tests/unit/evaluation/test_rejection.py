@@ -103,3 +103,12 @@ def test_a_conversation_is_kept_whole_with_its_tools() -> None:
     found = replace(found, items=[replace(found.items[0], tools=tools), found.items[1]])
     (row,) = select_answers(found, "correct", 0).rows
     assert row == {"id": "a", "messages": [{"role": "system", "content": "Be brief."}, *ASK, *talk], "tools": tools}
+
+
+def test_a_begun_message_is_not_repeated_before_a_conversation() -> None:
+    begun = [*ASK, {"role": "assistant", "content": "<think>"}]
+    talk = [{"role": "assistant", "content": "<think>so</think>"}, {"role": "user", "content": "Sure?"}]
+    talk.append({"role": "assistant", "content": "2"})
+    found = make_evaluation(replace(answer("so [Sure?] 2", 1.0), messages=talk), messages=begun)
+    (row,) = select_answers(found, "correct", 0).rows
+    assert row["messages"] == [*ASK, *talk]

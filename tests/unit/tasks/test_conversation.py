@@ -277,6 +277,8 @@ def test_an_opening_that_is_none_is_refused(
         (None, "return cohort.Step"),
         ({"correct": 1.0}, "return cohort.Step"),
         (Step(done=False), "not done and has no `replies`"),
+        (Step(replies=[{"role": "user", "content": "x"}]), "is done and has `replies`; write done=False"),
+        (Step(), "has no `parts`, and the task has no method `score`"),
     ],
 )
 def test_a_step_that_is_none_is_refused(stepped: Any, message: str, monkeypatch: Any) -> None:
@@ -356,3 +358,38 @@ def test_prompts_of_every_kind_of_task_can_be_written() -> None:
 def test_a_chat_refuses_a_task_that_it_cannot_play() -> None:
     with pytest.raises(ConfigError, match=r"which a chat cannot play yet\. cohort eval guess plays it"):
         TaskProblems(GuessTask(), "test")
+
+
+def test_a_reward_so_far_counts_at_the_limit_of_turns(monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        Odd, "stepped", Step(parts={"correct": 1.0}, cost=0.25, replies=[{"role": "user", "content": "."}], done=False)
+    )
+    monkeypatch.setattr(GuessTask, "environment", lambda self: Odd())
+    *_, last = play(GuessTask(), "a", "b", rules=replace(RULES, max_turns=2))
+    assert (last.done, last.parts, last.cost, last.ending, last.replies) == (True, {"correct": 1.0}, 0.25, "turns", [])
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("add", "write a tuple of functions"),
+        ({"add": 1}, "write a tuple of functions"),
+        (read_clock, "write a tuple of functions"),
+        (("nothing",), 'has no method "nothing", which its tools name'),
+    ],
+)
+def test_tools_in_another_form_are_refused(tools: Any, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Adder, "tools", staticmethod(tools) if callable(tools) else tools)
+    with pytest.raises(TaskError, match=message):
+        open_episode(Adder(), ROW, KeyedDraws(KEY))
+
+
+def test_an_object_of_two_shapes_and_one_without_a_reward_are_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Counter, "start", Guess.start, raising=False)
+    monkeypatch.setattr(Counter, "step", Guess.step, raising=False)
+    with pytest.raises(TaskError, match="has `reset` as well as `start` and `step`"):
+        open_episode(CounterTask(), ROW, KeyedDraws(KEY))
+    monkeypatch.undo()
+    monkeypatch.delattr(Counter, "get_reward")
+    with pytest.raises(TaskError, match="has no reward"):
+        open_episode(CounterTask(), ROW, KeyedDraws(KEY))

@@ -47,7 +47,23 @@ def give() -> Any:
     return RETURNED[0]
 
 
-TOOLS = make_tools([echo, fail, wait, stubborn, give])
+def leave() -> str:
+    """Leaves, as code that a model wrote may."""
+    raise SystemExit(3)
+
+
+def deaf() -> str:
+    """Catches everything, again and again."""
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            if time.monotonic() > END[0]:
+                raise
+
+
+END = [0.0]
+TOOLS = make_tools([echo, fail, wait, stubborn, give, leave, deaf])
 
 
 def run(*calls: Call, limits: CallLimits = LIMITS) -> list[tuple[str, str]]:
@@ -59,8 +75,10 @@ def run(*calls: Call, limits: CallLimits = LIMITS) -> list[tuple[str, str]]:
     [
         (Call(name="echo", arguments={"text": "error"}), ("ok", "error")),
         (Call(name="fail", arguments={"text": "luck"}), ("error", "ValueError: no luck")),
-        (Call(name="nothing"), ("unknown", 'There is no tool "nothing". Tools: echo, fail, wait, stubborn, give.')),
-        (Call(name="echo"), ("malformed", 'Malformed call: the argument "text" is missing.')),
+        (Call(name="nothing"), ("unknown", 'There is no tool "nothing". Tools: echo, ... (cut after 40 characters)')),
+        (Call(name="\ud800"), ("unknown", 'There is no tool "?". Tools: echo, fail, ... (cut after 40 characters)')),
+        (Call(name="leave"), ("error", "SystemExit: 3")),
+        (Call(name="echo"), ("malformed", 'Malformed call: the argument "text" is m ... (cut after 40 characters)')),
         (Call(problem="it is no JSON"), ("malformed", "Malformed call: it is no JSON.")),
         (Call(name="echo", arguments={"text": "x" * 50}), ("ok", "x" * 40 + " ... (cut after 40 characters)")),
         (Call(name="echo", arguments={"text": "a\ud800b"}), ("ok", "a?b")),
@@ -109,3 +127,10 @@ def test_calls_are_run_in_their_order() -> None:
     RETURNED[0] = 1
     made = [Call(name="give"), Call(name="echo", arguments={"text": "b"}), Call(name="give")]
     assert [text for _, text in run(*made)] == ["1", "b", "1"]
+
+
+def test_a_tool_that_catches_the_alarm_is_woken_again() -> None:
+    begin = time.monotonic()
+    END[0] = begin + 0.5
+    assert run(Call(name="deaf"), limits=CallLimits(seconds=0.1, characters=9))[0][0] == str(CallOutcome.TIMEOUT)
+    assert time.monotonic() - begin < 5

@@ -77,9 +77,15 @@ def unknown_type(x: Missing) -> str:  # type: ignore[name-defined]  # noqa: F821
     return str(x)
 
 
+async def waits(x: str) -> str:
+    """Waits."""
+    return x
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (waits, "is async, which tools cannot be yet"),
         (no_docstring, "no docstring"),
         (no_type, "parameter x has no type; write x: str"),
         (odd_type, "which a model cannot write as JSON"),
@@ -111,6 +117,12 @@ def test_arguments_that_fit(arguments: dict[str, Any], expected: dict[str, Any])
     found = make_tool(find).check_arguments(arguments)
     assert found == expected
     assert all(type(found[name]) is type(value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("value", "message"), [(10**400, "is too large"), (float("nan"), "finite"), (1e999, "finite")])
+def test_a_number_without_a_value_is_refused(value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_tool(Owner().look).check_arguments({"x": value})
 
 
 def test_a_whole_number_fits_a_float() -> None:

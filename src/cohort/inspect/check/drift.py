@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from cohort.inspect.check.findings import Finding, ok, warn
 from cohort.inspect.check.trial import Trial
+from cohort.rollout.episode import join_messages
 from cohort.types import Group, Provenance, Sample
 
 
@@ -39,7 +40,7 @@ def _is_rendered_stream(trial: Trial, group: Group, sample: Sample) -> bool:
     """Returns whether the stream before the last turn is what the messages before it are rendered to."""
     last = _split_sampled(sample)[-1]
     stream = [*group.prompt.tokens, *sample.tokens][: -len(last)]
-    messages = [*group.prompt.messages, *sample.messages[:-1]]
+    messages = join_messages(group.prompt.messages, sample.messages[:-1])
     return trial.job.producer.stream.render(messages, group.prompt.tools).tokens == stream
 
 

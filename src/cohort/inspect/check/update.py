@@ -100,7 +100,9 @@ def check_end_token(trial: Trial) -> Finding:
         drawn = trial.drawn_tokens.get((group.prompt.id, i), [])
         # A sample that a stop string ended has no end token to train.
         ended_by_token = bool(drawn) and drawn[-1] in stops
-        if n in targets and finishes[n] == Finish.STOP and (ended_by_token or not sampling.stop_strings):
+        # A conversation that a limit of turns or calls ended has turns that stopped.
+        has_stopped = finishes[n] in (Finish.STOP, Finish.TURNS, Finish.CALLS)
+        if n in targets and has_stopped and (ended_by_token or not sampling.stop_strings):
             num_ended += 1
             num_lost += not targets[n] or targets[n][-1] not in stops
     if num_lost:
