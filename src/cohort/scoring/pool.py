@@ -435,7 +435,8 @@ class ScoringPool:
             if item.past is not None:
                 # Whether the episode continues depends on how the answer ended, so the empty one keeps that. Its
                 # conversation is the same but for the answer.
-                talk = [*item.answer.conversation[:-1], {"role": "assistant", "content": ""}]
+                talk = item.answer.conversation[:-1]
+                talk = [*talk, {"role": "assistant", "content": ""}] if talk else []
                 empty = replace(empty, finish=item.answer.finish, conversation=talk)
             self._retries.append((0, replace(item, answer=empty)))
         elif item.number not in self._was_too_much:
