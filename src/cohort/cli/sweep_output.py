@@ -139,7 +139,7 @@ def find_short_name(directory: SweepDirectory) -> str:
 def _print_measurement(directory: SweepDirectory, table: SweepTable) -> None:
     """Prints the command that evaluates the best combination on the test split: the run of its first seed.
 
-    That run is chosen without a look at its result, so its accuracy there is not flattered.
+    Of several seeds it is chosen without a look at its result, so its accuracy there is not flattered.
     """
     from cohort.sweep.render import format_eval_command
 
@@ -148,8 +148,8 @@ def _print_measurement(directory: SweepDirectory, table: SweepTable) -> None:
         return
     first, *others = runs
     more = f" The other seed{'s' * (len(others) > 1)}: sweep.md." if others else ""
-    which = f"seed {first.seed}, the first: " if others else ""
-    print_result(wrap_lines(f"Measure it once on the test split ({which}chosen without a look at its result).{more}"))
+    which = f" (seed {first.seed}, the first: chosen without a look at its result)" if others else ""
+    print_result(wrap_lines(f"Measure it once on the test split{which}.{more}"))
     command = format_eval_command(table, first, _find_run_name(directory, first.name), program_name())
     print_result(f"  {command}")
 

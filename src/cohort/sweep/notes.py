@@ -72,8 +72,8 @@ def _describe_intervals(plan: Plan, combinations: Sequence[CombinationRow]) -> s
     """Returns what the intervals cover, and why some are too wide to use."""
     if len(plan.seeds) == 1:
         return (
-            "Intervals are 95%, over problems. With one seed they say nothing about how another seed would do: add "
-            "--seeds 3."
+            "Intervals are 95%, over problems. With one seed they say nothing about how another seed would do: begin a "
+            "new sweep with --seeds 3."
         )
     wide = [row for row in combinations if row.low is not None and row.high is not None and row.high - row.low >= _WIDE]
     text = "Intervals are 95%, over problems and seeds."

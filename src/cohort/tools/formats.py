@@ -180,9 +180,8 @@ def choose_format(template: str) -> FormatName:
     """
     if "<tool_call>" in template:
         return "hermes"
-    if "tools" in template and any(word in template for word in ("ipython", "python_tag", "eom_id")):
-        return "llama3"
-    return "llama3" if "<|eom_id|>" in template else "tags"
+    # The role of results, the mark before a call, and the end of a message that calls.
+    return "llama3" if any(word in template for word in ("ipython", "python_tag", "eom_id")) else "tags"
 
 
 def _read_object(text: str, key: str) -> Call:
