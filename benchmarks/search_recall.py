@@ -1,6 +1,6 @@
 r"""How often the search of the task search_qa finds the passage that answers a question, and how quick it is.
 
-    COHORT_DATA=FOLDER python benchmarks/search_recall.py [--json] [--limit 500]
+    COHORT_DATA=FOLDER python benchmarks/search_recall.py [--json] [--limit 500] [--weights 0.3 0.2]
 
 Every question is a query. For SQuAD, whose questions name their passage, recall@k is the share of questions whose
 passage is among the first k. For both sets, answer@k is the share of questions of which an accepted answer is in the
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from cohort.tasks.base import load_rows
+from cohort.tasks.search import index as search_index
 from cohort.tasks.search.grading import normalise
 from cohort.tasks.search.index import Passage
 from cohort.tasks.search.task import SearchQA
@@ -102,7 +103,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--limit", type=int, default=0, help="questions per line; 0 = all")
+    parser.add_argument(
+        *("--weights", "-w"),
+        type=float,
+        nargs=2,
+        default=(search_index.SENTENCE_WEIGHT, search_index.PAIR_WEIGHT),
+        help="what the best sentence and pairs of words count; 0 0 = words alone",
+    )
     options = parser.parse_args()
+    search_index.SENTENCE_WEIGHT, search_index.PAIR_WEIGHT = options.weights
     with tempfile.TemporaryDirectory() as folder:
         os.environ["COHORT_CACHE"] = folder
         start = time.perf_counter()

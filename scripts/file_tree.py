@@ -25,7 +25,7 @@ A module may import modules of its own layer and of the layers below. The archit
 # The note of each layer in the table, besides the rule above.
 RULES = {
     0: "the standard library alone",
-    1: "no torch and no numpy, so that commands start at once",
+    1: "no torch and no numpy: commands start at once",
     2: "torch; never tasks, scoring or recipes",
     3: "the decoder and its files",
     4: "engines and learner never import each other",

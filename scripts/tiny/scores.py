@@ -11,8 +11,9 @@ from cohort.engines.base import Request, sample
 from cohort.engines.native.engine import NativeEngine
 from cohort.models.decoder import Decoder
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import Task, grade, make_plain_answer
+from cohort.tasks.base import Task, make_plain_answer
 from cohort.tasks.countdown import Countdown
+from cohort.tasks.grading import grade
 from cohort.tasks.traces.styles import CALCULATOR
 from cohort.text import Tokenizer
 from cohort.types import Key, Message, Row, Sampling

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cohort.examples.mapped import Preference as Preference
     from cohort.examples.rows import Conversation as Conversation
     from cohort.jobs.rl import RLJob as RLJob
+    from cohort.judge.judge import Judge as Judge
     from cohort.loops.rl import update_policy as update_policy
     from cohort.recipes import recipe as recipe
     from cohort.tasks.base import Verdict as Verdict
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Conversation": "cohort.examples.rows",
     "DPO": "cohort.config.imitation",
+    "Judge": "cohort.judge.judge",
     "Opening": "cohort.tasks.environment",
     "Policy": "cohort.config.algos",
     "Preference": "cohort.examples.mapped",

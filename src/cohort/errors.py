@@ -26,8 +26,23 @@ class RunError(CohortError):
     """A run directory is missing, locked, full, read-only or not one of Cohort's."""
 
 
+class SandboxError(CohortError):
+    """A program of a model could not be run, because its sandbox is missing, failed to start or is forbidden."""
+
+
 class EngineError(CohortError):
     """An engine has died or was closed and takes no more requests. The run that used it can be resumed."""
+
+
+class ServiceError(CohortError):
+    """An outside service that a grader asks, such as a judge, gave no usable reply. The answer has no score then.
+
+    `lasting` says that asking again will not help until the user has changed something, such as a key or an address.
+    """
+
+    def __init__(self, message: str, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.lasting = lasting
 
 
 class TrainingStopped(CohortError):

@@ -120,6 +120,7 @@ class Sample:
     failure: str = ""  # infrastructure failure: the sample leaves its group, it does not get reward 0
     turn_rewards: list[float] = field(default_factory=list)  # per turn of the policy; [] = one reward for all of them
     calls: dict[str, int] = field(default_factory=dict)  # calls of tools by their outcome: "ok", "error", ...
+    turn_calls: list[dict[str, int]] = field(default_factory=list)  # `calls` per turn, in samples of several turns
     messages: list[Message] = field(default_factory=list)  # those after the prompt, in samples of several turns
     # Filled by the learner and the algorithm.
     old_logprobs: list[float] | None = None
@@ -176,6 +177,7 @@ class Answer:
     num_tokens: int
     conversation: list[Message]
     calls: list[str] = field(default_factory=list)  # outcomes of the calls of tools so far, such as "ok", in order
+    tokens: list[int] = field(default_factory=list)  # the ids of the completion's tokens; [] = not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

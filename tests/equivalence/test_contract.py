@@ -15,7 +15,8 @@ from cohort.errors import TrainingStopped
 from cohort.jobs.build import RLJob
 from cohort.learner.local import LocalLearner
 from cohort.loops.sft import make_sft_batch
-from cohort.tasks.base import grade, make_plain_answer
+from cohort.tasks.base import make_plain_answer
+from cohort.tasks.grading import grade
 from cohort.text import Tokenizer
 from cohort.types import Finish, Outcome, Provenance
 from tests.helpers.decoders_and_groups import make_group, make_sample, pack_groups, random_groups, small_decoder

@@ -22,6 +22,12 @@ RARE = {
     "turns/mean",
     "calls/mean",
     "calls/OUTCOME",
+    # Only a mixture of tasks has these: tests/integration/test_mixture.py.
+    "reward/mean/TASK",
+    "reward/correct/TASK",
+    "groups/dead/TASK",
+    "length/mean/TASK",
+    "samples/of/TASK",
 }
 
 

@@ -83,14 +83,14 @@ def write_rows(folder: Path) -> Path:
 _made: dict[tuple[type, str, str], list[Row]] = {}
 
 
-def rows_made_once(task: Task, split: str, limit: int = 0) -> list[Row]:
+def rows_made_once(task: Task, split: str, limit: int = 0, may_be_empty: bool = False) -> list[Row]:
     """Returns what `load_rows` returns, from a cache: many recipes share a task of ten thousand rows.
 
     COHORT_DATA must name the files written here, so that equal tasks have equal rows.
     """
     key = type(task), repr(task), split
     if key not in _made:
-        _made[key] = base.load_rows(task, split)
+        _made[key] = base.load_rows(task, split, may_be_empty=may_be_empty)
     return _made[key][: limit or None]
 
 

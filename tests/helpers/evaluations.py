@@ -38,7 +38,7 @@ def eval_item(id: str, scores: Sequence[float | None]) -> EvalItem:
 def evaluation(scores: dict[str, Sequence[float | None]], **changes: Any) -> Evaluation:
     """Returns an evaluation with one item per problem. `scores` has the score of each sample by problem id."""
     items = [eval_item(id, row) for id, row in scores.items()]
-    rows = [item.correct for item in items]
+    rows = [item.scores for item in items]
     most = max(len(row) for row in scores.values())
     low, high = accuracy_interval(rows)
     return Evaluation(

@@ -60,6 +60,13 @@ def small_run(**changes: Any) -> RL:
     return RL(**{**values, **changes})
 
 
+TWO_TURNS = (
+    {"role": "assistant", "content": "a call"},
+    {"role": "tool", "name": "look", "content": "a result"},
+    {"role": "assistant", "content": "an answer"},
+)
+
+
 def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[Group]:
     """Returns groups with every field filled. Equal seeds give equal groups; logprobs are float32 numbers."""
     rng = random.Random(seed)
@@ -80,6 +87,10 @@ def pretend_groups(seed: int, num_groups: int = 2, group_size: int = 2) -> list[
             reward=float(index == 0) + rng.random(),
             old_logprobs=floats(n),
             advantage=rng.uniform(-1, 1),
+            # The second sample of every group has two turns.
+            messages=[dict(message) for message in TWO_TURNS] if index == 1 else [],
+            turn_calls=[{"ok": 1}, {}] if index == 1 else [],
+            calls={"ok": 1} if index == 1 else {},
         )
 
     return [
@@ -201,6 +212,7 @@ def collect_remains(directory: RunDirectory) -> dict[str, Any]:
         prompts = {p.id: (p.step, p.task, p.prompt_id) for p in reader.read_prompts()}
         groups = [(g.step, g.position, prompts[g.prompt], g.visit, g.reward_mean) for g in reader.read_groups()]
         samples = [(s.step, s.position, s.text, s.reward, s.advantage) for s in reader.read_samples()]
+        turns = [(t.step, t.number, t.num_tokens, t.finish, t.calls, t.text, t.reply) for t in reader.read_turns()]
     rollouts = {
         s: load_rollouts(directory.rollouts / f"step-{s:06d}.safetensors")
         for s in list_rollout_steps(directory.rollouts)
@@ -211,6 +223,7 @@ def collect_remains(directory: RunDirectory) -> dict[str, Any]:
         "prompts": sorted(prompts.values()),
         "groups": groups,
         "samples": samples,
+        "turns": turns,
         "rollouts": rollouts,
         "evaluations": directory.load_evaluations(),
         "model": (newest / "model" / "model.safetensors").read_bytes(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,6 +118,8 @@ class LocalScorer:
     `grade(row, answer)` returns the outcome. `seen` has the newest answer by id.
     """
 
+    scores_groups = False
+
     def __init__(self, grade: Any, late: int = 0, again: AgainRules | None = None) -> None:
         self.grade, self.late = grade, late
         make = (
@@ -134,6 +136,12 @@ class LocalScorer:
         assert id not in self.seen or id not in dict(self._held), f"{id} twice"
         self.seen[id] = answer
         self._held.append((id, self.grade(row, answer) if past is None else self._step(row, answer, past)))
+
+    def submit_group(self, id: str, row: Row, answers: Sequence[Answer]) -> None:
+        """Queues the answers of a group, which a class that `scores_groups` is given together."""
+        assert self.scores_groups, "the producer must submit single answers here"
+        for index, answer in enumerate(answers):
+            self.submit(f"{id}/{index}", row, answer)
 
     def _step(self, row: Row, answer: Answer, past: Past) -> Outcome:
         step = self.episodes.step(row, past, answer)

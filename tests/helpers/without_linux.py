@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ def make_folder(parent: Path) -> Path:
 
 def use_in_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes scoring workers that are started from now on lack the calls."""
-    environment = process.make_worker_environment()
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
-    monkeypatch.setattr(process, "make_worker_environment", lambda: environment)
+    make = process.make_worker_environment
+
+    def make_without(names: Iterable[str] = ()) -> dict[str, str]:
+        environment = make(names)
+        return {**environment, "PYTHONPATH": os.pathsep.join([str(folder), environment["PYTHONPATH"]])}
+
+    monkeypatch.setattr(process, "make_worker_environment", make_without)

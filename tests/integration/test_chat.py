@@ -243,6 +243,8 @@ def test_a_task_shows_problems_and_verdicts(place: Path) -> None:
         assert re.search(r"tiny \d of 2, other \d of 2", terminal.screen.text)
         assert "these were all 2 test problems" in terminal.ask("")
         terminal.interrupt("Ctrl-D or /quit leaves the chat.")
+        # Keys that come before the prompt are read in another mode of the terminal, in which a Ctrl-D is lost.
+        terminal.wait_for(lambda text: text.rpartition("leaves the chat.")[2].strip() == ">")
         terminal.type("\x04")
         assert terminal.wait_for_end() == 0
 

@@ -250,7 +250,7 @@ def test_a_checkpoint_is_named_by_its_run(original: Path, tmp_path: Path) -> Non
     evaluations = load_evaluations(original)
     best = max((e.accuracy, -step) for step, e in evaluations.items() if step)[1]
     assert (found["run"], found["step"], found["chosen_on"]) == (original.name, -best, "arithmetic/test")
-    assert "was chosen as the best of its run on the test problems of arithmetic, so this accuracy" in done.stderr
+    assert "was chosen as the best of its run on the test problems of arithmetic, so this result" in done.stderr
     done = cohort("eval", "arithmetic", "--model", original, *flags, "--split", "train", at=tmp_path)
     assert done.returncode == 0 and "chosen" not in done.stderr + done.stdout
     assert f"{original}@6" in done.stdout

@@ -176,9 +176,11 @@ def test_nothing_survives_the_run(file: str, tmp_path: Path, end: str, system: s
         env["PYTHONPATH"] = os.pathsep.join([folder, env.get("PYTHONPATH", "")])
         program = (
             "from cohort.scoring import process\n"
-            "old = process.make_worker_environment()\n"
-            f"new = {{**old, 'PYTHONPATH': {folder + os.pathsep!r} + old['PYTHONPATH']}}\n"
-            "process.make_worker_environment = lambda: new\n"
+            "make = process.make_worker_environment\n"
+            "def make_without(names=()):\n"
+            "    environment = make(names)\n"
+            f"    return {{**environment, 'PYTHONPATH': {folder + os.pathsep!r} + environment['PYTHONPATH']}}\n"
+            "process.make_worker_environment = make_without\n"
         ) + OWNER
     owner = subprocess.Popen(
         [sys.executable, "-c", program, file, str(tmp_path), end, *left],

@@ -36,7 +36,7 @@ def test_its_settings_and_results_are_read(old_run: Path) -> None:
     assert list(directory.load_evaluations()) == [0, 2]
     with Reader(directory.database, once=True) as reader:
         assert list(reader.read_series("loss")) == [1, 2] and list(reader.read_series("eval/accuracy")) == [0, 2]
-        assert len(reader.read_samples(step=2)) == 16
+        assert len(reader.read_samples(step=2)) == 16 and reader.read_turns() == []
     assert list_rollout_steps(directory.rollouts) == [1, 2]
     assert [len(g.samples) for g in load_rollouts(make_rollout_path(directory.rollouts, 2))] == [4, 4, 4, 4]
 
@@ -80,7 +80,8 @@ def test_its_model_is_exported(old_run: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_a_run_of_a_later_format_is_refused_in_one_line(old_run: Path) -> None:
     file = old_run / "config.yaml"
-    file.write_text(f"format: {FORMAT + 1}\nkind: rl\n" + file.read_text())
+    rest = [line for line in file.read_text().splitlines(keepends=True) if not line.startswith(("format:", "kind:"))]
+    file.write_text(f"format: {FORMAT + 1}\nkind: rl\n" + "".join(rest))
     words = f"has format {FORMAT + 1}, but this version of Cohort reads formats up to {FORMAT}; upgrade Cohort"
     with pytest.raises(CohortError, match=words):
         RunDirectory.open(old_run)

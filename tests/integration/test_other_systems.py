@@ -22,8 +22,13 @@ from cohort.scoring import process
 
 sysconfig.get_config_vars()
 sys.platform = "darwin"
-old = process.make_worker_environment()
-process.make_worker_environment = lambda: {**old, "PYTHONPATH": sys.argv[1] + os.pathsep + old["PYTHONPATH"]}
+make = process.make_worker_environment
+
+def make_without(names=()):
+    environment = make(names)
+    return {**environment, "PYTHONPATH": sys.argv[1] + os.pathsep + environment["PYTHONPATH"]}
+
+process.make_worker_environment = make_without
 assert not hasattr(os, "sched_getaffinity")
 
 from cohort.cli.main import main

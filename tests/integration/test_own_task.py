@@ -169,7 +169,7 @@ def test_4_9_above_five_percent_the_run_stops_and_is_resumed_when_the_grader_is_
     assert (
         "8 of 96 samples could not be scored, which is more than 5%. The first reason: the grader raised" in done.stderr
     )
-    assert "ZeroDivisionError: my own bug" in done.stderr and "Repair the grader, then resume" in done.stderr
+    assert "ZeroDivisionError: my own bug" in done.stderr and "Repair that, then resume" in done.stderr
     assert "go on with: cohort resume runs/" in done.stdout
     write("pass")
     run = trained(cohort(*next_args(tmp_path), at=tmp_path), tmp_path)

@@ -26,9 +26,10 @@ from cohort.scoring.start import choose_num_workers
 from cohort.scoring.wire import Item, Limits, Reply, check_environment_reply
 from cohort.system.kernel import list_children
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import grade, load_rows, make_plain_answer
+from cohort.tasks.base import load_rows, make_plain_answer
 from cohort.tasks.draws import Draws
 from cohort.tasks.environment import AgainRules, Past
+from cohort.tasks.grading import grade
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Key, Outcome
 
@@ -328,8 +329,8 @@ def test_the_advice_for_a_slow_grader_works(tmp_path: Path) -> None:
     with ScoringPool(TaskRef(name="slow", path=str(tmp_path / "slow.py")), limits=limits) as pool:
         (outcome,) = pool.score(make_items("nothing"))
     assert outcome.failure == (
-        "the grader took longer than 0.4 s; make it quicker, or set `work_seconds = 0.4` in the task's class, which "
-        "gives it up to 2.4 s; an answer that needs more is then wrong"
+        "the grader took longer than 0.4 s; make it quicker, raise --scoring.seconds, or, if its work depends on the "
+        "answer, set `work_seconds = 0.4` in the task's class: an answer that needs more is then wrong"
     )
     (tmp_path / "slow.py").write_text(SLOW.format(seconds=0.4))
     with ScoringPool(TaskRef(name="slow", path=str(tmp_path / "slow.py")), limits=limits) as pool:
@@ -891,3 +892,16 @@ def test_no_worker_survives_its_parent(file: str, deed: str) -> None:
     owner.wait()
     owner.stdout.close()
     assert all(has_ended(pid) for pid in pids)
+
+
+def test_no_worker_takes_more_than_its_share() -> None:
+    """An episode stays with its worker: one that took all of them at once would run all slow calls alone."""
+    with ScoringPool(Arithmetic(), workers=4) as pool:
+        pool._typical_seconds = 0.0  # answers were quick so far
+        for number, (row, answer) in enumerate(make_items(*["nothing"] * 16)):
+            pool.submit(str(number), row, answer)
+        # None has started yet, so that nothing is answered meanwhile.
+        for index, worker in enumerate(pool._workers):
+            pool._hand_out_items(index, worker)
+        assert [len(worker.items) for worker in pool._workers] == [4, 3, 3, 2]
+        assert len(pool._waiting) == 4

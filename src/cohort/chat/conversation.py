@@ -6,8 +6,9 @@ stays as the tokens that were sampled: text is not tokenised again. Every functi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cohort.types import Finish, Message, Outcome
 
@@ -18,12 +19,18 @@ class ModelTurn:
 
     asked: tuple[int, ...]  # tokens put before the answer, after those of the turn before
     restarts: bool  # whether `asked` is the whole conversation so far, and the turns before do not count
-    written: tuple[int, ...]  # the tokens that were sampled, the end token included
-    text: str
+    written: tuple[int, ...]  # the tokens that were sampled, the end token included; in an episode also the replies
+    text: str  # in an episode the last turn alone
     finish: Finish
     forced_text: str = ""  # a beginning of the answer that the model had to continue
     seconds: float = 0.0
     outcome: Outcome | None = None  # of the grader; None = the answer was not scored
+    # Of an episode with tools or an environment: everything after the prompt, where each token in `written` comes from,
+    # the calls of tools by outcome, and the rewards of single turns. All are empty for a plain answer.
+    messages: tuple[Message, ...] = ()
+    provenance: tuple[int, ...] = ()
+    calls: tuple[tuple[str, int], ...] = ()
+    earned: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +44,7 @@ class Exchange:
     number: int = 0  # among all exchanges since the conversation began, those that were taken back included
     # Of a task's problem, per model: problems that it has answered rightly so far, and those that were scored.
     counts: tuple[tuple[int, int], ...] = ()
+    tools: tuple[Any, ...] = ()  # descriptions of the tools that the prompt offers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,14 +109,14 @@ class Conversation:
                 asked = list(exchange.messages)
                 # A prompt may end with the beginning of the answer, which the answer repeats.
                 messages += asked[:-1] if asked[-1]["role"] == "assistant" else asked
-                messages.append({"role": "assistant", "content": turn.forced_text + turn.text})
+                messages += turn.messages or ({"role": "assistant", "content": turn.forced_text + turn.text},)
         return messages
 
-    def replace_system(self, system: str, render: Callable[[int, Sequence[Message]], list[int]]) -> Conversation:
+    def replace_system(self, system: str, render: Callable[[int, Exchange], list[int]]) -> Conversation:
         """Returns the conversation under another system prompt. What the models wrote keeps its tokens.
 
-        `render(model, messages)` returns the tokens of the first messages of a model's conversation, after the new
-        system prompt. Only these are made anew.
+        `render(model, exchange)` returns the tokens of the messages of an exchange, after the new system prompt. Only
+        those of the first exchange of a model are made anew.
         """
         exchanges = list(self.exchanges)
         for model in range(len(exchanges[0].turns) if exchanges else 0):
@@ -118,6 +126,6 @@ class Conversation:
             turns = list(exchanges[first].turns)
             turn = turns[model]
             assert turn is not None
-            turns[model] = replace(turn, asked=tuple(render(model, exchanges[first].messages)))
+            turns[model] = replace(turn, asked=tuple(render(model, exchanges[first])))
             exchanges[first] = replace(exchanges[first], turns=tuple(turns))
         return replace(self, system=system, exchanges=tuple(exchanges))

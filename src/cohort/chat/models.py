@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 from cohort.chat.options import DEFAULT_MAX_TOKENS, ChatOptions
 from cohort.engines.base import Engine, Request
@@ -24,6 +25,7 @@ from cohort.system.paths import expand_home
 from cohort.text import PromptRenderer, RenderedPrompt, Tokenizer
 from cohort.text.framing import read_template
 from cohort.text.plain import GAP
+from cohort.tools.formats import FormatName
 from cohort.types import Key, Message, Sampling
 
 # Decode steps between two looks at the answer. One keeps a processor's answer flowing; a GPU is faster with a few.
@@ -58,9 +60,15 @@ class ChatModel:
             return self.name
         return self.label if self.name == last else f"{self.label} = {self.name}"
 
-    def render(self, messages: Sequence[Message], system: str) -> RenderedPrompt:
-        """Returns messages, after the system prompt, as the tokens of a prompt. Raises ModelError if that fails."""
-        return PromptRenderer(self.tokenizer, self.template, system).render(messages)
+    def render(
+        self, messages: Sequence[Message], system: str, tools: Sequence[Any] = (), format: str = "auto"
+    ) -> RenderedPrompt:
+        """Returns messages, after the system prompt, as the tokens of a prompt, which offers `tools` if there are any.
+
+        `format` is how calls are written; "auto" = as the chat template suggests. Raises ModelError if rendering fails.
+        """
+        chosen = cast(FormatName | None, None if format == "auto" else format)
+        return PromptRenderer(self.tokenizer, self.template, system, chosen).render(messages, tools)
 
     def encode_follow_up(self, words: str, written: Sequence[int]) -> list[int]:
         """Returns the tokens of a user's message that follows the answer `written`, up to the next answer.

@@ -5,8 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cohort.config.options import CONVERSATION_OPTIONS
 from cohort.config.rules import check_option_bounds
-from cohort.config.section import AtLeast0, InnerShare, Seed, TemperatureOr0, Template, Text, Threads, TopP
+from cohort.config.schema import Conversation
+from cohort.config.section import (
+    AtLeast0,
+    AtLeast1,
+    FiniteAbove0,
+    InnerShare,
+    Seed,
+    TemperatureOr0,
+    Template,
+    Text,
+    Threads,
+    TopP,
+)
 from cohort.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where neither the user nor a task sets a limit
@@ -40,6 +53,18 @@ class ChatOptions:
     validation_share: InnerShare = 0.1
     """Share of the training problems that are in the validation split; give what the run had as
     --eval.validation-share."""
+    max_turns: AtLeast1 = 8
+    """With a task that has tools or an environment: most turns of a model per problem."""
+    max_calls: AtLeast1 = 16
+    """With such a task: most calls of tools per problem."""
+    max_total: AtLeast0 = 0
+    """With such a task: most tokens after the prompt, replies included; 0 = what the context allows."""
+    max_characters: AtLeast1 = 2_000
+    """With such a task: most characters of a tool's result that a model is shown; the rest is cut."""
+    call_seconds: FiniteAbove0 = 5.0
+    """With such a task: time for the calls of one turn. A tool that takes longer is stopped."""
+    call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
+    """With such a task: how models write calls of tools (see cohort eval --help); auto = by each chat template."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to sample: auto = on a GPU if torch finds one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -48,6 +73,29 @@ class ChatOptions:
     """Number of CPU threads; 0 = all cores."""
     plain: bool = False
     """Print plain text without columns and control codes, as where there is no terminal."""
+
+    @property
+    def conversation(self) -> Conversation:
+        """The limits of conversations, for tasks with tools or an environment."""
+        return Conversation(**{name: getattr(self, option) for option, name in CONVERSATION_OPTIONS.items()})
+
+    def check_conversation(self, task: str, has_conversations: bool) -> None:
+        """Raises a ConfigError for limits of conversations that have no effect, and for --template text with them.
+
+        `task` is the name of the task; "" = there is none. `has_conversations` = it has tools or an environment.
+        """
+        if has_conversations and self.template == "text":
+            raise ConfigError(
+                f"the task {task} has conversations, which need a chat template for the replies. Remove --template "
+                "text, or bring a template with --template FILE.jinja."
+            )
+        given = [name for name in CONVERSATION_OPTIONS if getattr(self, name) != getattr(ChatOptions, name)]
+        if given and not has_conversations:
+            subject = f"the task {task} has" if task else "a chat without --task has"
+            raise ConfigError(
+                f"{subject} neither tools nor an environment, so that limits of conversations have no effect: remove "
+                f"--{', --'.join(given).replace('_', '-')}."
+            )
 
     def check(self) -> None:
         """Raises a ConfigError for values out of range and for options without effect.

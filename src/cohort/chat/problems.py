@@ -9,14 +9,18 @@ from pathlib import Path
 
 from cohort.chat.conversation import Exchange, ModelTurn
 from cohort.chat.options import ChatOptions
+from cohort.chat.playing import PURPOSE
 from cohort.config.kinds import RL
 from cohort.errors import CohortError, ConfigError, TaskError
 from cohort.run.directory import RunDirectory
-from cohort.scoring.pool import ScoringPool
+from cohort.scoring.base import Pool
+from cohort.scoring.start import start_scorer
 from cohort.tasks.base import Task, has_conversations, load_rows
 from cohort.tasks.calls import make_messages
+from cohort.tasks.conversation import ConversationRules, open_episode
+from cohort.tasks.environment import KeyedDraws, Opening
 from cohort.tasks.splits import cut_validation
-from cohort.types import Answer, Message, Outcome, Row
+from cohort.types import Answer, Key, Message, Outcome, Row
 
 POLL_SECONDS = 0.1  # after which a look is taken whether the user has stopped the scoring
 
@@ -25,28 +29,52 @@ class TaskProblems:
     """The rows of a task in their order, scoring workers, and the number of right answers per model."""
 
     def __init__(self, task: Task, split: str, validation_share: float = 0.1) -> None:
-        if has_conversations(task):
-            raise ConfigError(
-                f"the task {task.name} has tools or an environment, which a chat cannot play yet. cohort eval "
-                f"{task.name} plays it, and cohort explain RUN --step N shows the conversations of a run."
-            )
         self.task = task
+        self.has_conversations = has_conversations(task)  # whether a problem is an episode of several turns
         self.split = split
         self.validation_share = validation_share  # of the training rows, for the split "validation"
         self._rows = _load_split(task, split, validation_share)
         self._next = 0
-        self._pool = ScoringPool(task)
+        self._pool = None if self.has_conversations else start_scorer(task)
+        # Workers that run tools and environments, by the rules of conversations: models may write calls differently.
+        self._players: dict[ConversationRules, Pool] = {}
+        if self.has_conversations:
+            # A broken tool or environment shows at once.
+            self.open_row(self._rows[0]["id"], seed=0)
         # Problems that were scored and that were answered rightly, by the place of the model.
         self.num_scored: Counter[int] = Counter()
         self.num_right: Counter[int] = Counter()
 
-    def take_row(self) -> tuple[Row, list[Message]]:
-        """Returns the next row and its prompt. Raises ConfigError after the last row."""
+    def take_row(self, seed: int = 0) -> tuple[Row, list[Message]]:
+        """Returns the next row and its prompt, or the opening of its episode. Raises ConfigError after the last row.
+
+        What an environment draws depends on `seed`.
+        """
         if self._next >= len(self._rows):
             raise ConfigError(f"these were all {len(self._rows)} {self.split} problems of {self.task.name}.")
         row = self._rows[self._next]
         self._next += 1
+        if self.has_conversations:
+            return row, self.open_row(row["id"], seed)[1].messages
         return row, make_messages(self.task, row)
+
+    def open_row(self, id: str, seed: int) -> tuple[Row, Opening]:
+        """Returns the row with this id, and the messages and tools with which its episodes begin."""
+        row = next(row for row in self._rows if row["id"] == id)
+        key = Key(seed=seed, purpose=PURPOSE, task=self.task.name, prompt_id=id, visit=0, sample=-1)
+        return row, open_episode(self.task, row, KeyedDraws(key)).describe()
+
+    def list_tools(self, id: str, seed: int) -> list[str]:
+        """Returns the names of the tools that the models are offered for a row."""
+        if not self.has_conversations:
+            return []
+        return [str(tool["function"]["name"]) for tool in self.open_row(id, seed)[1].tools]
+
+    def get_player(self, rules: ConversationRules) -> Pool:
+        """Returns the workers that run tools and environments by these rules. They are started at their first use."""
+        if rules not in self._players:
+            self._players[rules] = start_scorer(self.task, rules=rules)
+        return self._players[rules]
 
     def describe_next(self) -> str:
         """Returns which problem the last one was, such as "countdown, problem 3 of 200 (test)"."""
@@ -89,6 +117,7 @@ class TaskProblems:
         in `num_scored` and `num_right`, and the exchange has the counts so far. Raises TaskError if the grader gives
         something that is no score.
         """
+        assert self._pool is not None, "conversations are scored when they are played"
         row = next(row for row in self._rows if row["id"] == exchange.row)
         for place, turn in enumerate(exchange.turns):
             if turn is not None and turn.finish != "abort":
@@ -104,15 +133,21 @@ class TaskProblems:
             turn if turn is None or str(place) not in outcomes else replace(turn, outcome=outcomes[str(place)])
             for place, turn in enumerate(exchange.turns)
         ]
+        return self.count(replace(exchange, turns=tuple(turns)))
+
+    def count(self, exchange: Exchange) -> Exchange:
+        """Returns an exchange that has outcomes with the counts so far. Its own count only in a first attempt."""
         if exchange.attempt == 0:
-            self.num_scored.update(int(place) for place, outcome in outcomes.items() if not outcome.failure)
-            self.num_right.update(int(place) for place, outcome in outcomes.items() if self.is_right(outcome))
-        counts = tuple((self.num_right[place], self.num_scored[place]) for place in range(len(turns)))
-        return replace(exchange, turns=tuple(turns), counts=counts if self.num_scored else ())
+            outcomes = {place: turn.outcome for place, turn in enumerate(exchange.turns) if turn and turn.outcome}
+            self.num_scored.update(place for place, outcome in outcomes.items() if not outcome.failure)
+            self.num_right.update(place for place, outcome in outcomes.items() if self.is_right(outcome))
+        counts = tuple((self.num_right[place], self.num_scored[place]) for place in range(len(exchange.turns)))
+        has_counts = bool(self.num_scored) and self.task.accuracy is not None
+        return replace(exchange, counts=counts if has_counts else ())
 
     def is_right(self, outcome: Outcome) -> bool:
-        """Returns whether the grader calls an answer right."""
-        return outcome.parts.get(self.task.accuracy) == 1.0
+        """Returns whether the grader calls an answer right. A task without an accuracy calls none so."""
+        return self.task.accuracy is not None and outcome.parts.get(self.task.accuracy) == 1.0
 
     def forget_counts(self) -> None:
         """Begins to count anew, because the models are others."""
@@ -120,19 +155,27 @@ class TaskProblems:
         self.num_right.clear()
 
     def describe_outcome(self, turn: ModelTurn | None) -> str:
-        """Returns the grader's verdict on an answer as text: right or wrong, every part, and the reason."""
+        """Returns the grader's verdict on an answer as text: right or wrong, every part, and the reason.
+
+        Without an accuracy no answer is right or wrong.
+        """
         if turn is None or turn.outcome is None:
             return "not scored"
         outcome = turn.outcome
         if outcome.failure:
-            return f"not scored, because the grader failed: {outcome.failure}"
+            failed = "the conversation" if self.has_conversations else "the grader"
+            return f"not scored, because {failed} failed: {outcome.failure}"
         parts = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items())
         reason = f"\n{outcome.reason}" if outcome.reason else ""
-        return f"{'RIGHT' if self.is_right(outcome) else 'WRONG'} ({parts}){reason}"
+        earned = f", earned {sum(turn.earned):g} in its turns" if turn.earned else ""
+        verdict = "RIGHT" if self.is_right(outcome) else "WRONG"
+        return f"{'SCORED' if self.task.accuracy is None else verdict} ({parts}{earned}){reason}"
 
     def close(self) -> None:
         """Ends the scoring workers."""
-        self._pool.close()
+        for pool in (self._pool, *self._players.values()):
+            if pool is not None:
+                pool.close()
 
 
 def _load_split(task: Task, split: str, validation_share: float) -> list[Row]:

@@ -12,12 +12,21 @@ from typing import Any
 
 from cohort.chat.conversation import Conversation, Exchange, ModelTurn
 from cohort.chat.options import ChatOptions
+from cohort.chat.playing import describe_speaker
 from cohort.errors import ConfigError, RunError
 from cohort.logs.escape import escape_all
 from cohort.system.disk import write_atomically
 from cohort.system.paths import expand_home
+from cohort.types import Finish
 
 FORMAT = 2  # of the JSON; 1 had the last conversation alone
+_FINISHES = {
+    Finish.ABORT: "(stopped)",
+    Finish.LENGTH: "(cut off at the limit of tokens)",
+    Finish.TURNS: "(ended at the limit of turns)",
+    Finish.CALLS: "(ended at the limit of calls)",
+    Finish.TOTAL: "(ended at the limit of tokens of the conversation)",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +106,19 @@ def _describe_talk(talk: SavedConversation) -> dict[str, Any]:
 
 
 def _describe_turn(turn: ModelTurn) -> dict[str, Any]:
-    """Returns one answer as JSON values. `asked` and `written` are token ids."""
+    """Returns one answer as JSON values. `asked` and `written` are token ids.
+
+    An episode with tools or an environment also has its messages, and where each token in `written` comes from.
+    """
     outcome = turn.outcome
+    played = {}
+    if turn.messages:
+        played = {
+            "messages": list(turn.messages),
+            "provenance": list(turn.provenance),
+            "calls": dict(turn.calls),
+            "earned": list(turn.earned),
+        }
     return {
         "text": turn.forced_text + turn.text,
         "finish": str(turn.finish),
@@ -107,6 +127,7 @@ def _describe_turn(turn: ModelTurn) -> dict[str, Any]:
         "written": list(turn.written),
         "seconds": round(turn.seconds, 3),
         "verdict": outcome and {"parts": outcome.parts, "reason": outcome.reason, "failure": outcome.failure},
+        **played,
     }
 
 
@@ -135,15 +156,25 @@ def _format_exchange(exchange: Exchange, models: Sequence[SavedModel], remark: s
         if turn is None:
             lines += ["(no answer: the context of the model was full)", ""]
             continue
-        lines += [turn.forced_text + turn.text, ""]
+        lines += _format_episode(turn, model.name, remark) if turn.messages else [turn.forced_text + turn.text, ""]
         if turn.finish != "stop":
-            lines += ["(stopped)" if turn.finish == "abort" else "(cut off at the limit of tokens)", ""]
+            lines += [_FINISHES[turn.finish], ""]
         if turn.outcome is not None:
             verdict = turn.outcome.failure or turn.outcome.reason
             parts = ", ".join(f"{part} {value:g}" for part, value in turn.outcome.parts.items())
             lines += [f"Verdict: {parts}{': ' if parts and verdict else ''}{verdict}", ""]
     if exchange.counts:
         lines += [format_counts([model.label for model in models], exchange.counts), ""]
+    return lines
+
+
+def _format_episode(turn: ModelTurn, name: str, remark: str) -> list[str]:
+    """Returns the lines of an episode: the first turn without a heading, replies and later turns under headings."""
+    lines: list[str] = []
+    for number, message in enumerate(turn.messages):
+        speaker = name if message["role"] == "assistant" else describe_speaker(message)
+        lines += [f"## {speaker}{remark}", ""] if number else []
+        lines += [str(message["content"]), ""]
     return lines
 
 

@@ -12,11 +12,13 @@ from cohort.chat.commands import run_command
 from cohort.chat.conversation import Conversation, Exchange, ModelTurn
 from cohort.chat.models import ChatModels
 from cohort.chat.options import ChatOptions
+from cohort.chat.playing import PlayedEpisode, begin_episode, describe_end, make_turn, play_episodes
 from cohort.chat.problems import TaskProblems
 from cohort.chat.saving import SavedConversation, SavedModel, format_counts, save_chat
 from cohort.chat.screen import AnswersView, Screen
 from cohort.errors import CohortError, ConfigError
 from cohort.jobs.room import format_gigabytes
+from cohort.rollout.settings import make_conversation_rules
 from cohort.system.ending import EndSignals
 from cohort.system.interrupt import InterruptFlag
 from cohort.types import Finish, Key, Message
@@ -105,10 +107,12 @@ class ChatSession:
         """Begins a new conversation with the next problem of the task. Raises ConfigError without a task."""
         if self.problems is None:
             raise ConfigError("there are no problems to ask; start the chat with --task TASK.")
-        row, messages = self.problems.take_row()
+        row, messages = self.problems.take_row(self.options.seed)
         self.begin_anew()
         self.screen.show_note(self.problems.describe_next())
         self.screen.show_note("\n\n".join(str(message["content"]) for message in messages), style="cyan")
+        if names := self.problems.list_tools(row["id"], self.options.seed):
+            self.screen.show_note(f"tools: {', '.join(names)}")
         self.ask(messages, row=row["id"])
 
     def ask(self, messages: Sequence[Message], *, attempt: int = 0, row: str = "") -> None:
@@ -119,6 +123,9 @@ class ChatSession:
         """
         if not self.models.members:
             raise ConfigError("no model is loaded; /model M loads one.")
+        if row and self.problems is not None and self.problems.has_conversations:
+            self._play(row, attempt)
+            return
         requests: dict[int, PreparedRequest] = {}
         refusals: dict[int, str] = {}
         for place, model in enumerate(self.models.members):
@@ -142,6 +149,42 @@ class ChatSession:
         self.conversation = self.conversation.add(exchange)
         if row:
             self._judge(exchange)
+        self.screen.show_gap()
+
+    def _play(self, id: str, attempt: int) -> None:
+        """Has all models play the episode of a task's row, with tools and environment, and shows the verdicts.
+
+        `attempt` chooses the random numbers of the answers. The game stays the same.
+        """
+        assert self.problems is not None
+        row, opening = self.problems.open_row(id, self.options.seed)
+        members = self.models.members
+        options = replace(self.options, system=self.conversation.system)
+        plays: dict[int, PlayedEpisode] = {}
+        refusals: dict[int, str] = {}
+        for place, model in enumerate(members):
+            try:
+                index = attempt * len(members) + model.copy_index
+                episode = begin_episode(model, row, self.problems.task.name, opening, options, index)
+            except ConfigError as error:
+                refusals[place] = str(error)
+                continue
+            rules = make_conversation_rules(options.conversation, model.tokenizer)
+            plays[place] = PlayedEpisode(episode=episode, scorer=self.problems.get_player(rules))
+        if not plays:
+            raise ConfigError(" ".join(refusals.values()))
+        with self._watch_interrupts(), self.screen.open_answers(self.labels) as view:
+            for place, refusal in refusals.items():
+                view.end(place, f"({refusal})")
+            play_episodes(members, plays, view, self._is_stopped)
+            for place, play in plays.items():
+                view.end(place, describe_end(play, options))
+        turns = tuple(make_turn(plays[place]) if place in plays else None for place in range(len(members)))
+        exchange = Exchange(
+            messages=tuple(opening.messages), turns=turns, attempt=attempt, row=id, tools=tuple(opening.tools)
+        )
+        self.conversation = self.conversation.add(self.problems.count(exchange))
+        self._show_verdicts(self.conversation.exchanges[-1])
         self.screen.show_gap()
 
     def _show_answers(self, requests: dict[int, PreparedRequest], view: AnswersView) -> dict[int, ModelTurn]:
@@ -177,6 +220,11 @@ class ChatSession:
         with self._watch_interrupts():
             scored = self.problems.score(exchange, self._is_stopped)
         self.conversation = self.conversation.replace_last(scored)
+        self._show_verdicts(scored)
+
+    def _show_verdicts(self, scored: Exchange) -> None:
+        """Shows the verdicts on the answers to a task's problem, and how many were right so far."""
+        assert self.problems is not None
         self.screen.show_verdicts(self.labels, [self.problems.describe_outcome(turn) for turn in scored.turns])
         if scored.counts:
             self.screen.show_note(format_counts(self.labels, scored.counts))
@@ -225,7 +273,12 @@ class ChatSession:
         for model in self.models.members:
             model.render([{"role": "user", "content": "x"}], system)
         self.conversation = self.conversation.replace_system(
-            system, lambda place, messages: self.models.members[place].render(messages, system).tokens
+            system,
+            lambda place, exchange: (
+                self.models.members[place]
+                .render(exchange.messages, system, exchange.tools, self.options.call_format)
+                .tokens
+            ),
         )
         self.options = replace(self.options, system=system)
 

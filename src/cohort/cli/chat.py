@@ -14,7 +14,7 @@ from cohort.config.flags import split_args
 from cohort.errors import ConfigError
 from cohort.logs.printing import print_note, show_grader_output
 from cohort.system.ending import EndSignals
-from cohort.tasks.base import check_packages
+from cohort.tasks.base import check_packages, has_conversations
 
 if TYPE_CHECKING:
     from cohort.chat.session import ChatSession
@@ -29,13 +29,15 @@ def run(args: list[str]) -> None:
     about = (
         "Chat with one model, or with several side by side. M is a name that `cohort models` lists, a folder in "
         "Hugging Face format, a .gguf file, a run (its last checkpoint), RUN@STEP or RUN@best. With --task, every "
-        "Enter asks the next problem of a task, and the grader's verdict on each answer is shown; --task T --help "
-        "shows the task's settings. Without a terminal, every line of standard input is a message."
+        "Enter asks the next problem of a task, and the grader's verdict on each answer is shown, after all turns of "
+        "a conversation if the task has tools or an environment; --task T --help shows the task's settings. Without "
+        "a terminal, every line of standard input is a message."
     )
     if any(flag.name in ("model", "models") for flag in split_args(args)[1]):
         raise ConfigError("models are named without a flag: cohort chat M [M ...]. Remove --model.")
     names, task, options = read_task_flag("chat", ["M", "..."], about, ChatOptions(), args)
     options.check()
+    options.check_conversation(options.task, task is not None and has_conversations(task))
     if task is not None:
         check_packages(task)
     # Imported here because it takes longer. A wrong name is found before torch is imported.

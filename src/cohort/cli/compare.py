@@ -36,7 +36,7 @@ def run(args: list[str]) -> None:
     about = (
         "Tell whether B is better than A: print the paired difference with its 95% interval and p-value, and the "
         "problems that B won and lost. A and B are files written by `cohort eval` or run directories, whose last "
-        "evaluation is used (RUN@STEP: the one of that step; RUN@best: the most accurate). Both must have the same "
+        "evaluation is used (RUN@STEP: the one of that step; RUN@best: the best one). Both must have the same "
         "problems and grader."
     )
     (first, second), options = read_arguments("compare", ["A", "B"], about, Options(), args)
@@ -66,13 +66,13 @@ def format_comparison(comparison: Comparison, show: int) -> str:
             [
                 letter,
                 _describe_model(e, "" if name == letter else name),
-                f"{e.accuracy:.3f}",
-                f"{e.low:.3f} to {e.high:.3f}",
+                f"{e.value:.3f}",
+                e.format_interval(),
             ]
         )
     verdict = {1: "B is better", -1: "A is better", 0: "no significant difference"}[d.verdict]
     lines = [
-        format_table([a.setting.task, "model", "accuracy", "95% interval"], rows),
+        format_table([a.setting.task, "model", a.measure, "95% interval"], rows),
         "",
         f"B - A: {d.mean:+.3f}, 95% interval {d.low:+.3f} to {d.high:+.3f}, p = {d.p:.2g} ({d.test}): {verdict}",
         f"of {comparison.num_problems} problems B wins {d.wins}, loses {d.losses}, and is equal on "

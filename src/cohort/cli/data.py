@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class AnswerOptions:
     """The file to write; - = standard output."""
     keep: Literal["correct", "wrong", "all"] = "correct"
     """Which answers: those that the grader found right, those that it found wrong, or all that it could score."""
+    least: str = ""
+    """Only answers with at least this reward, for evaluations of a task without an accuracy; empty = see --keep."""
     per_problem: AtLeast0 = 0
     """How many answers of a problem at most; 0 = all that are kept. Equal answers of a problem count once."""
 
@@ -82,6 +85,11 @@ def _write_prompts(args: list[str]) -> None:
     task, options = read_task("data", about, Options(), args)
     if options.n < 0:
         raise ConfigError(f"--n is {options.n}; it must be at least 0 (0 = all rows). Correct or remove it.")
+    choices: list[tuple[str, str]] = getattr(task, "list_choices", list)() if not options.out else []
+    if choices:
+        width = max(len(name) for name, _ in choices)
+        print_result("\n".join(f"{name:{width}}  {about}" for name, about in choices))
+        return
     # Mistakes in --out are found before the rows are loaded.
     _check_out(options.out)
     rows = load_rows(task, options.split, limit=options.n)
@@ -112,12 +120,34 @@ def _write_answers(source: str, args: list[str]) -> None:
     from cohort.evaluation.compare import find_evaluation
     from cohort.evaluation.rejection import select_answers
 
-    chosen = select_answers(find_evaluation(Path(source)), options.keep, options.per_problem)
+    evaluation = find_evaluation(Path(source))
+    least = _read_least(source, options, evaluation.accuracy is not None)
+    chosen = select_answers(evaluation, options.keep if least is None else least, options.per_problem)
     if not chosen.rows:
         raise ConfigError(
             f"{source} has no such answers: {chosen.describe()}. Choose others with --keep, or another evaluation."
         )
     _write_values(iter(chosen.rows), options.out, lambda count: f"wrote {count} conversations ({chosen.describe()})")
+
+
+def _read_least(source: str, options: AnswerOptions, has_accuracy: bool) -> float | None:
+    """Returns the least reward of answers to write; None = --keep says which. Raises ConfigError if neither can."""
+    if options.least and has_accuracy:
+        raise ConfigError(f"{source} has right and wrong answers: remove --least, and choose with --keep.")
+    if not options.least:
+        if not has_accuracy and options.keep != "all":
+            raise ConfigError(
+                f"{source} has rewards, and no answer is right or wrong: --keep {options.keep} cannot choose. Give "
+                "--least REWARD, or --keep all."
+            )
+        return None
+    try:
+        least = float(options.least)
+    except ValueError:
+        least = math.nan
+    if not math.isfinite(least):
+        raise ConfigError(f'--least must be a number, not "{options.least}". Write for example --least 0.5.')
+    return least
 
 
 def _check_out(out: str) -> None:

@@ -1,6 +1,6 @@
 """`cohort eval TASK [TASK ...] --model M [--samples n --limit n --temperature t --task.x v] [--out PATH]`.
 
-Measures a model's accuracy on the held-out problems of tasks.
+Measures a model's accuracy, or mean reward, on the held-out problems of tasks.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def run(args: list[str]) -> None:
     Finished evaluations are read and not made again. Raises ConfigError for wrong flags, before the model is loaded.
     """
     about = (
-        "Measure a model's accuracy on the held-out problems of one task or several. The same command continues an "
-        "interrupted evaluation. A finished one is shown and not made again; only samples that could not be scored "
-        "are tried again."
+        "Measure a model's accuracy (or mean reward, if a task has none) on the held-out problems of tasks. The same "
+        "command continues an interrupted evaluation. A finished one is shown and not made again; only samples that "
+        "could not be scored are tried again."
     )
     tasks, options = read_tasks("eval", about, Options(), args)
     options.check()
@@ -147,23 +147,26 @@ def _format_mean_tokens(evaluation: Evaluation) -> str:
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """Returns an evaluation as a table: setting, accuracy with interval, reward parts, lengths, and what went wrong.
+    """Returns an evaluation as a table: setting, accuracy or mean reward, reward parts, lengths, and what went wrong.
 
     The task's own summary, if there is one, takes the place of the reward parts. Parts with the mean 0 are left out.
     """
+    from cohort.evaluation.coefficients import format_coefficients
+
     e, s = evaluation, evaluation.setting
     # At least 1, so that an evaluation without answers can be printed.
     total = max(1, sum(e.finishes.values()))
     finishes = ", ".join(f"{name} {100 * n / total:.0f}%" for name, n in sorted(e.finishes.items()))
     drawn = "greedy" if s.sampling["temperature"] == 0 else f"temperature {s.sampling['temperature']:g}"
     how = f"{s.engine} engine, {s.template} template, {drawn}, at most {s.sampling['max_tokens']:g} tokens"
-    accuracy = "accuracy" if s.num_samples == 1 else f"avg@{s.num_samples}"
+    measure = e.measure if s.num_samples == 1 or e.accuracy is None else f"avg@{s.num_samples}"
+    interval = "" if e.low is None else "95% interval "
     rows = [
         ["model", s.model],
         ["problems", f"{s.num_problems} ({s.split}), samples of each: {s.num_samples}"],
         ["how", how],
         *([["system", " ".join(s.system.split())]] if s.system else []),
-        [accuracy, f"{e.accuracy:.3f}, 95% interval {e.low:.3f} to {e.high:.3f}"],
+        [measure, f"{e.value:.3f}, {interval}{e.format_interval()}"],
         *([f"pass@{p.k}", f"{p.value:.3f}, 95% interval {p.low:.3f} to {p.high:.3f}"] for p in e.passes),
         *([f"mean {name}", f"{value:.3f}"] for name, value in e.parts.items() if value and not e.summary),
         *([name, f"{value:.3f}"] for name, value in e.summary.items()),
@@ -172,12 +175,14 @@ def format_evaluation(evaluation: Evaluation) -> str:
     ]
     if calls := sum((Counter(answer.calls) for item in e.items for answer in item.answers), Counter()):
         rows.append(["calls", ", ".join(f"{outcome} {num}" for outcome, num in sorted(calls.items()))])
+    if any(value != 1.0 for value in s.reward.values()):
+        rows.append(["coefficients", format_coefficients(s.reward)])
     if s.date:
         rows.append(["date", f"{s.date}, as today in the prompts"])
     if s.num_left_out:
         rows.append(["left out", f"{s.num_left_out} problems whose prompts do not fit the model's context"])
     if s.chosen_on == f"{s.task}/{s.split}":
-        rows.append(["chosen", "as the best of its run on these problems, so the accuracy flatters it"])
+        rows.append(["chosen", "as the best of its run on these problems, so this result flatters it"])
     if cut := e.finishes.get("length"):
         rows.append(["cut off", f"{cut} of {total} answers at the limit of tokens"])
     if over := sum(OVER_LIMIT in answer.reason for item in e.items for answer in item.answers):

@@ -22,7 +22,7 @@ COMMANDS = {
     "resume": ("RUN [--steps N]", "Continue a run, or a sweep, exactly where it stopped."),
     "sweep": ("RECIPE --a.b v1,v2", "Train a recipe with many combinations of settings, and compare them."),
     "runs": ("[FOLDER ...]", "List runs with their state, accuracy and reward."),
-    "eval": ("TASK ... [--model M]", "Measure a model's accuracy on the held-out problems of tasks."),
+    "eval": ("TASK ... [--model M]", "Measure a model's accuracy or reward on the held-out problems of tasks."),
     "chat": ("M [M ...]", "Chat with one model, or with several side by side."),
     "compare": ("A B", "Compare two evaluations of the same problems."),
     "models": ("", "List the models that can be loaded."),

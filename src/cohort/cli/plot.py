@@ -64,8 +64,8 @@ def run(args: list[str]) -> None:
     """
     about = (
         "Draw the curves of one run or several, overlaid, as an SVG picture: one small chart per metric, and the "
-        "held-out accuracy with its 95% intervals. On a terminal the first charts are printed as text too. A folder "
-        "of runs, such as that of a sweep, stands for all runs in it. Runs may still be training."
+        "held-out accuracy or reward with its 95% intervals. On a terminal the first charts are printed as text too. A "
+        "folder of runs, such as that of a sweep, stands for all runs in it. Runs may still be training."
     )
     words, options = read_arguments("plot", ["RUN", "..."], about, Options(), args)
     if options.text and options.json:
@@ -199,9 +199,10 @@ def _average(runs: Sequence[RunSeries], configs: Sequence[RunConfig | None]) -> 
 
 def format_metrics(runs: Sequence[RunSeries]) -> str:
     """Returns a table of all metrics of the runs: name, number of values, first and last value, meaning."""
+    from cohort.evaluation.records import ACCURACY
     from cohort.plot.picture import explain_metric
     from cohort.plot.scale import format_share, format_value
-    from cohort.plot.series import ACCURACY, list_metrics
+    from cohort.plot.series import list_metrics
 
     rows = []
     for name in list_metrics(runs):

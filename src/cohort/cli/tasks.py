@@ -17,7 +17,7 @@ from cohort.config import flags
 from cohort.config.help import print_settings_help
 from cohort.config.lookup import find_task
 from cohort.errors import ConfigError
-from cohort.tasks.base import list_task_names, make_with_defaults
+from cohort.tasks.base import choose_task, list_task_names, make_with_defaults
 from cohort.user_code import load_plugins
 
 T = TypeVar("T")
@@ -55,22 +55,25 @@ def read_tasks(command: str, about: str, options: T, args: list[str]) -> tuple[l
                 f'task "{key}" cannot be named with other tasks, because its flag --{key} would be that of something '
                 f"else or a keyword of Python. Run cohort {command} for each task alone."
             )
-    default = _add_tasks(options, dict(zip(keys, classes, strict=True)))
+    given_flags = flags.split_args(args[len(words) :])[1]
+    default = _add_tasks(options, dict(zip(keys, classes, strict=True)), given_flags)
     _, given = read_arguments(f"{command} {' '.join(words)}", [], about, default, args[len(words) :])
     kept = {f.name: getattr(given, f.name) for f in dataclasses.fields(options)}  # type: ignore[arg-type]
     return [getattr(given, key) for key in keys], type(options)(**kept)
 
 
-def _add_tasks(options: Any, classes: Mapping[str, type]) -> Any:
+def _add_tasks(options: Any, classes: Mapping[str, type], given: Sequence[flags.Flag]) -> Any:
     """Returns a dataclass instance with the options and one field per task, from which flags and help are made.
 
-    `classes` are the classes of the tasks by the name of their field, which replaces an option of that name.
+    `classes` are the classes of the tasks by the name of their field, which replaces an option of that name. `given`
+    are the flags of the command line, which may decide what settings a task has.
     """
     fields: list[Any] = []
     for key, cls in classes.items():
-        argument = tyro.conf.arg(help=(cls.__doc__ or "").strip())
-        default = dataclasses.field(default_factory=partial(copy, make_with_defaults(cls)))
-        fields.append((key, Annotated[cls, argument], default))
+        task = choose_task(make_with_defaults(cls), flags.collect_given_values(given, f"{key}."))
+        argument = tyro.conf.arg(help=(type(task).__doc__ or "").strip())
+        default = dataclasses.field(default_factory=partial(copy, task))
+        fields.append((key, Annotated[type(task), argument], default))
     made = dataclasses.make_dataclass("Options", fields, bases=(type(options),), frozen=True, kw_only=True)
     return made(**{f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in classes})
 
@@ -88,7 +91,7 @@ def read_task_flag(
     if len(named) != 1:
         words, plain = read_arguments(command, places, about, options, args)
         return words, None, plain
-    default = _add_tasks(options, {"task": find_task(named[0])})
+    default = _add_tasks(options, {"task": find_task(named[0])}, flags.split_args(args)[1])
     # The flag itself is done with; words behind its value are positional.
     rest: list[str] = []
     for before, arg in zip(["", *args], args, strict=False):

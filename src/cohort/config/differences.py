@@ -20,7 +20,7 @@ from cohort.config.schema import RunConfig
 from cohort.config.section import Section
 from cohort.errors import CohortError
 from cohort.recipes import RECIPES
-from cohort.tasks.base import make_with_defaults
+from cohort.tasks.base import choose_task, make_with_defaults
 
 # What every run has of its own, and flags of `cohort train` that are no settings.
 _NOT_COMPARED = frozenset({"format", "kind", "recipe", "date"})
@@ -65,7 +65,9 @@ def find_differences(settings: Mapping[str, Any], command: str) -> SettingsDiffe
     """
     recipe = settings.get("recipe")
     variants = tuple((field, str(settings[field])) for field in VARIANTS if field in settings)
-    base = _load_base(recipe, variants) if isinstance(recipe, str) and recipe in RECIPES else None
+    base = None
+    if isinstance(recipe, str) and recipe in RECIPES:
+        base = _load_base(recipe, variants, _list_choosing_settings(settings))
     if base is None:
         given = _read_command(command)
         named = {name: settings.get(name, text) for name, text in given.items()}
@@ -93,11 +95,14 @@ class _BaseSettings:
 
 
 @lru_cache(maxsize=256)
-def _load_base(recipe: str, variants: tuple[tuple[str, str], ...]) -> _BaseSettings | None:
+def _load_base(
+    recipe: str, variants: tuple[tuple[str, str], ...], choosing: tuple[tuple[str, Any], ...] = ()
+) -> _BaseSettings | None:
     """Returns the settings of a built-in recipe. A variant that it does not have starts from its own defaults.
 
-    `variants` are pairs of field and name, such as ("algo", "grpo"). None if the recipe cannot be loaded here. A
-    variant that is foreign code has no settings.
+    `variants` are pairs of field and name, such as ("algo", "grpo"), and `choosing` are settings of the task that
+    decide what other settings it has, with their values. None if the recipe cannot be loaded here. A variant that is
+    foreign code has no settings.
     """
     unknown = []
     try:
@@ -108,15 +113,27 @@ def _load_base(recipe: str, variants: tuple[tuple[str, str], ...]) -> _BaseSetti
                 config = _choose_variant(config, field, name)
             elif field in own and name != own[field]:
                 unknown.append(field)
+        chosen = choose_task(getattr(config, "task", None), dict(choosing))
     # A task may need a package or a file that is not here.
     except (CohortError, ImportError):
         return None
-    values = {name: _make_plain(setting.value) for name, setting in collect_settings(config).items()}
+    # The settings that the recipe's task has, and those that the run's choice adds, with their defaults.
+    both = (collect_settings(chosen, "task.") if chosen is not None else {}) | collect_settings(config)
+    values = {name: _make_plain(setting.value) for name, setting in both.items()}
     values = {name: value for name, value in values.items() if name.partition(".")[0] not in unknown}
     written = collect_written_settings(config)
     on = [name for name in _list_optional_sections(config) if any(key.startswith(f"{name}.") for key in written)]
     on += [field for field in config.optional_variants if own[field] != NO_VARIANT]
     return _BaseSettings(values=values | own, sections=tuple(on))
+
+
+def _list_choosing_settings(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns the settings of a run's task that may decide what other settings it has; () for almost all tasks."""
+    name = str(settings.get("task", ""))
+    if not VARIANTS["task"].is_known(name) or not hasattr(VARIANTS["task"].find(name), "choose"):
+        return ()
+    own = ((key.removeprefix("task."), value) for key, value in settings.items() if key.startswith("task."))
+    return tuple((key, value) for key, value in own if isinstance(value, str | int))
 
 
 def _choose_variant(config: RunConfig, field: str, name: str) -> RunConfig:

@@ -9,6 +9,8 @@ refuses unknown keys and values of the wrong type. Five rules for what a file do
 - So does a setting outside of all sections that `RunConfig.added` names.
 - Any other missing section or setting means that the file is damaged.
 - Format 1 has no `format` and no `kind` (it is always `rl`), and it has the settings of sections that are off.
+
+Format 3 differs from 2 by run.db alone, which has the turns of samples.
 """
 
 from __future__ import annotations
@@ -30,17 +32,20 @@ from cohort.config.section import Section, reset_inactive_sections, walk_section
 from cohort.config.values import describe_type
 from cohort.config.yaml_text import dump_yaml, read_yaml
 from cohort.errors import ConfigError, suggest_name
+from cohort.tasks.base import choose_class
 from cohort.user_code import report_errors
 
 # What a command line calls a variant that is not chosen, such as the task of a run that measures no accuracy.
 NO_VARIANT = "none"
 # The format that `dump_config` writes. Every earlier format can be read.
-FORMAT = 2
+FORMAT = 3
 
 log = logging.getLogger(__name__)
 
-# Names and values of settings that are never written to disk. The second matches http://user:password@host.
+# Names and values of settings that are never written to disk. The last matches http://user:password@host.
 _SECRET_NAME = re.compile(r"(api_?key|secret|passw(or)?d|credential|(access|auth|hf|bearer)_token)", re.IGNORECASE)
+# The same name as a key in the settings of a mixture's task, which are JSON.
+_SECRET_KEY = re.compile(rf'"[^"]*{_SECRET_NAME.pattern}[^"]*"(?=\s*:)', re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 
 
@@ -78,8 +83,12 @@ VariantFinder = Callable[[str, str, Mapping[str, Any]], type[Any]]
 
 
 def load_variant(field: str, name: str, settings: Mapping[str, Any]) -> type[Any]:
-    """Returns the class that a config file names, as `find_variant` does: it runs the file that `name` may contain."""
-    return find_variant(field, name)
+    """Returns the class that a config file names, as `find_variant` does: it runs the file that `name` may contain.
+
+    A task whose fields depend on some of its settings has those of the file.
+    """
+    cls = find_variant(field, name)
+    return choose_class(cls, settings) if field == "task" else cls
 
 
 def keep_recorded(field: str, name: str, settings: Mapping[str, Any]) -> type[Any]:
@@ -88,8 +97,19 @@ def keep_recorded(field: str, name: str, settings: Mapping[str, Any]) -> type[An
     It runs no foreign code, and `name` need not exist any more. Raises a ConfigError for settings that cannot be
     fields.
     """
-    registry = VARIANTS[field]
-    return find_variant(field, name) if registry.is_known(name) else make_recorded_class(field, name, settings)
+    found = find_variant(field, name) if VARIANTS[field].is_known(name) else None
+    # A task whose fields depend on its settings may need a package to know them.
+    if found is None or hasattr(found, "choose_class"):
+        return make_recorded_class(field, name, settings)
+    # A mixture names further tasks, which may be in files of users.
+    is_known = all(VARIANTS[field].is_known(spec) for spec in list_mixed_specs(found, settings))
+    return found if is_known else make_recorded_class(field, name, settings)
+
+
+def list_mixed_specs(cls: type[Any], settings: Mapping[str, Any]) -> list[str]:
+    """Returns the names of further classes that the settings of a variant contain: those of the tasks of a mixture."""
+    specs: list[str] = cls.list_specs(settings) if hasattr(cls, "list_specs") else []
+    return specs
 
 
 def reuse_variants(config: RunConfig) -> VariantFinder:
@@ -102,7 +122,10 @@ def reuse_variants(config: RunConfig) -> VariantFinder:
         """Returns the class of `config` if the last parts of both names are equal, else what was recorded."""
         value = getattr(config, field, None)
         if value is not None and get_variant_name(field, value).rpartition(":")[2] == name.rpartition(":")[2]:
-            return type(value)
+            # A mixture may name files. Those that `config` names too may run.
+            own = list_mixed_specs(type(value), {"tasks": getattr(value, "tasks", ())})
+            if all(VARIANTS[field].is_known(spec) or spec in own for spec in list_mixed_specs(type(value), settings)):
+                return type(value)
         return keep_recorded(field, name, settings)
 
     return find
@@ -151,6 +174,11 @@ def _make_plain(value: Any, path: str) -> Any:
         raise ConfigError(
             f"the setting {path} has a password in an address, and settings are written to disk. Remove the password "
             "from the address."
+        )
+    if path == "task.tasks" and isinstance(value, str) and (found := _SECRET_KEY.search(value)):
+        raise ConfigError(
+            f"the setting {found[0]} of a task in {path} looks like a secret by its name, and settings are written to "
+            "disk. Remove it and read the secret from an environment variable; if it is no secret, rename it."
         )
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value) if _is_written(value, f.name)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar, get_origin
@@ -136,6 +136,22 @@ class PythonSetting:
 
 
 GivenSetting = Flag | PythonSetting
+
+
+def collect_given_values(given: Iterable[GivenSetting], prefix: str) -> dict[str, Any]:
+    """Returns the settings whose full names begin with `prefix`, by the rest of their names, unchecked.
+
+    Those of a command line are texts; one with several values, or none, is left out.
+
+    >>> collect_given_values(split_args(["--task.level", "2", "--steps", "5"])[1], "task.")
+    {'level': '2'}
+    """
+    found: dict[str, Any] = {}
+    for item in given:
+        values = item.values if isinstance(item, Flag) else (item.value,)
+        if item.name.startswith(prefix) and len(values) == 1:
+            found[item.name.removeprefix(prefix)] = values[0]
+    return found
 
 
 def format_flag(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from cohort.config.preferences import PairLoss, Sigmoid
 from cohort.config.schema import RunConfig, SaveConfig
+from cohort.config.scoring import ScoringConfig
 from cohort.config.section import AtLeast0, AtLeast1, BelowOne, Bound, Effect, FiniteAtLeast0, Section, Text
 from cohort.errors import ConfigError
 from cohort.registry import Registry
@@ -199,6 +200,8 @@ _OF_BOTH_KINDS = (
         (
             *("eval.samples", "eval.temperature", "eval.split", "eval.validation_share"),
             *("sampling.max_tokens", "sampling.stop"),
+            *("scoring.workers", "scoring.concurrency", "scoring.seconds", "scoring.retries"),
+            *("scoring.env", "scoring.sandbox"),
         ),
         ("task",),
         lambda config: config.task is not None,
@@ -226,6 +229,7 @@ class SFT(RunConfig):
     task: Any = None
     """The task whose accuracy is measured: an instance of a registered task class, or None."""
     sampling: AnswerSampling = field(default_factory=AnswerSampling)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     batch: ExamplesConfig = field(default_factory=ExamplesConfig)
     save: SaveConfig = field(default_factory=_keep_few_rollouts)
     loss: Literal["assistant", "last", "all"] = "assistant"
@@ -259,8 +263,8 @@ class SFT(RunConfig):
     )
 
     @property
-    def has_accuracy(self) -> bool:
-        """Whether evaluations give an accuracy: that of the task, if there is one."""
+    def is_evaluated(self) -> bool:
+        """Whether the run is evaluated: on its task, if there is one."""
         return self.task is not None
 
     @property
@@ -300,6 +304,7 @@ class DPO(RunConfig):
     task: Any = None
     """The task whose accuracy is measured: an instance of a registered task class. None = that of held-out pairs is."""
     sampling: AnswerSampling = field(default_factory=AnswerSampling)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     batch: PairsConfig = field(default_factory=PairsConfig)
     save: SaveConfig = field(default_factory=_keep_few_rollouts)
     loss: PairLoss = field(default_factory=Sigmoid)

@@ -29,6 +29,7 @@ from cohort.config.schema import (
     SingleTurn,
     ThinkAgain,
 )
+from cohort.config.scoring import ScoringConfig
 from cohort.config.section import LARGEST, Effect
 from cohort.errors import ConfigError, suggest_name
 from cohort.registry import Registry
@@ -54,6 +55,7 @@ class RL(RunConfig):
     """The turns of a sample. A task with tools or an environment has conversations, also if this says `single`."""
     engine: EngineConfig = field(default_factory=NativeEngine)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     algo: Policy = field(default_factory=GRPO)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
@@ -110,7 +112,7 @@ class RL(RunConfig):
     def replace_variant(self, name: str, value: Any) -> Self:
         """Returns a copy of the config with `value` in the field `name`, such as another algorithm.
 
-        If `name` is "task", all reward coefficients are reset to 1.
+        If `name` is "task", all reward coefficients are reset to those that the task gives its parts.
         """
         if name == "turns" and isinstance(value, SingleTurn) and has_conversations(self.task):
             raise ConfigError(
@@ -174,6 +176,12 @@ class RL(RunConfig):
                 f"sampling.stop is {list(self.sampling.stop)}, which would cut the ends of calls and messages out of "
                 "the conversations of this task. Remove --sampling.stop: a turn ends with the model's own end token."
             )
+        if isinstance(self.turns, Conversation) and 0 < self.turns.max_total < self.sampling.max_tokens:
+            raise ConfigError(
+                f"turns.max_total is {self.turns.max_total}, less than one turn of sampling.max_tokens = "
+                f"{self.sampling.max_tokens} tokens, so that conversations end in their first turn. Raise "
+                "--turns.max-total, set it to 0 (what fits), or lower --sampling.max-tokens."
+            )
         if isinstance(self.turns, ThinkAgain) and has_conversations(self.task):
             raise ConfigError(
                 f"the task {type(self.task).name} has tools or an environment, which decide about further turns: "
@@ -222,18 +230,20 @@ def get_turns_name(turns: Any) -> str:
 def list_reward_parts(task: Any) -> tuple[str, ...]:
     """Returns the names of the reward parts that a task scores, in the order in which its class lists them.
 
-    A task class without `parts` has the one part "correct".
+    A task without `parts` has the one part "correct".
     """
-    return tuple(getattr(type(task), "parts", ("correct",)))
+    # Of the task, not of its class: a property may compute them from the settings.
+    return tuple(getattr(task, "parts", ("correct",)))
 
 
 def _make_reward_record(task: Any, reward: Mapping[str, float]) -> Any:
     """Returns the coefficients as an instance of a new dataclass with one field per reward part of `task`.
 
-    A part that `reward` does not name has the coefficient 1. Raises a ConfigError for unknown parts and for names that
-    cannot be fields.
+    A part that `reward` does not name has the coefficient that the task gives it, which is 1 for almost all. Raises a
+    ConfigError for unknown parts and for names that cannot be fields.
     """
     parts = list_reward_parts(task)
+    defaults = getattr(task, "coefficients", {})
     for part in parts:
         # The names become fields of a dataclass and flags.
         if not part.isidentifier() or keyword.iskeyword(part):
@@ -243,7 +253,7 @@ def _make_reward_record(task: Any, reward: Mapping[str, float]) -> Any:
                 "no digit first, no keyword). Rename it in the task's parts and in its method score."
             )
     _check_part_names(task, reward)
-    fields = [(part, float, reward.get(part, 1.0)) for part in parts]
+    fields = [(part, float, reward.get(part, defaults.get(part, 1.0))) for part in parts]
     return dataclasses.make_dataclass("Reward", fields, frozen=True, kw_only=True)()
 
 

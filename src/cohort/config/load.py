@@ -25,7 +25,7 @@ from cohort.config.document import (
     list_variant_names,
     parse_config,
 )
-from cohort.config.flags import Flag, GivenSetting, PythonSetting
+from cohort.config.flags import Flag, GivenSetting, PythonSetting, collect_given_values
 from cohort.config.help import print_settings_help
 from cohort.config.hints import find_algorithm_remedy
 from cohort.config.lookup import find_recipe, find_task
@@ -34,7 +34,8 @@ from cohort.config.schema import RunConfig
 from cohort.config.section import reset_inactive_sections
 from cohort.errors import ConfigError
 from cohort.system.paths import expand_home
-from cohort.tasks.base import make_with_defaults
+from cohort.tasks.base import choose_task, make_with_defaults
+from cohort.tasks.parts import is_computed
 from cohort.user_code import load_plugins, report_errors
 
 __all__ = [
@@ -87,6 +88,7 @@ def change_config(
     items = [*user_flags, *items]
     config = _apply_variants(config, items)
     config.require_complete()
+    config = _apply_task_settings(config, items)
     settings = _make_settings_record(config)
     valid = flags.collect_settings(settings)
     for word in words:
@@ -120,7 +122,8 @@ def print_help(recipe: str, args: Sequence[str] = ()) -> None:
     If `args` chooses a variant, such as `--algo dapo`, its settings are printed. All other flags in `args` are ignored.
     Raises a ConfigError for an unknown recipe or variant.
     """
-    config = _apply_variants(call_recipe(recipe), flags.split_args(args)[1])
+    user_flags = flags.split_args(args)[1]
+    config = _apply_task_settings(_apply_variants(call_recipe(recipe), user_flags), user_flags)
     # Which flags there are depends on the task.
     config.require_complete()
     # Their names are among those that flags can choose.
@@ -180,8 +183,9 @@ def _read_config_file(path: Path) -> RunConfig:
 def _apply_variants(config: C, given: Collection[GivenSetting]) -> C:
     """Returns `config` with the classes that settings such as task, turns, algo and engine choose by name.
 
-    A newly chosen class starts from its own defaults; one that `config` already has keeps its values. All other
-    settings are ignored, and so are these with anything but one text. Raises a ConfigError for an unknown name.
+    A newly chosen class starts from its own defaults; one that `config` already has keeps its values. A task whose
+    fields depend on some of its settings gets those fields. All other settings are ignored, and so are these with
+    anything but one text. Raises a ConfigError for an unknown name.
     """
     for item in given:
         values = item.values if isinstance(item, Flag) else (item.value,)
@@ -196,7 +200,33 @@ def _apply_variants(config: C, given: Collection[GivenSetting]) -> C:
         # Choosing the variant that the recipe has keeps the recipe's values.
         if type(getattr(config, item.name)) is not cls:
             config = config.replace_variant(item.name, make_with_defaults(cls) if item.name == "task" else cls())
-    return config
+    task = getattr(config, "task", None)
+    chosen = choose_task(task, collect_given_values(given, "task."))
+    # The parts of the reward stay, so their coefficients do too.
+    return config if chosen is task else dataclasses.replace(config, **{"task": chosen})
+
+
+def _apply_task_settings(config: C, given: Sequence[GivenSetting]) -> C:
+    """Returns `config` with the settings of a task that decide which reward parts it has: those of a mixture.
+
+    Which flags `--reward.PART` exist is known only then. Coefficients of parts that remain are kept. Other tasks are
+    left as they are, and so are unknown settings, which are refused later.
+    """
+    task = getattr(config, "task", None)
+    if task is None or not is_computed(type(task), "parts"):
+        return config
+    valid = flags.collect_settings(task, "task.")
+    own = [item for item in flags.merge_repeated(given, valid) if item.name in valid]
+    changed = dataclasses.replace(
+        task, **{item.name.removeprefix("task."): item.read_value(valid[item.name]) for item in own}
+    )
+    if changed == task:
+        return config
+    coefficients = getattr(config, "reward", None)
+    config = config.replace_variant("task", changed)
+    if coefficients is None:
+        return config
+    return dataclasses.replace(config, reward={p: c for p, c in coefficients.items() if p in changed.parts})  # type: ignore[call-arg]
 
 
 def _make_settings_record(config: RunConfig) -> Any:

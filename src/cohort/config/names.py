@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-SETTINGS: dict[str, str] = {}
+SETTINGS: dict[str, str] = {"turns.workers": "scoring.workers"}
 METRICS: dict[str, str] = {}
 
 

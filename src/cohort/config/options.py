@@ -7,6 +7,7 @@ from typing import Literal
 
 from cohort.config.rules import check_option_bounds
 from cohort.config.schema import Conversation
+from cohort.config.scoring import ScoringConfig
 from cohort.config.section import (
     MAX_BATCH,
     AtLeast0,
@@ -82,6 +83,10 @@ class EvalOptions:
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
     """How the model writes calls of tools: hermes = <tool_call>{...}</tool_call>, llama3 = a JSON object, tags =
     <tool:NAME>...</tool>; auto = by the model's chat template."""
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    reward: tuple[str, ...] = ()
+    """Coefficients of reward parts, as in --reward brief=0.5, for a task without an accuracy, whose mean reward is
+    measured; a part that is not named has 1."""
     too_long: Literal["error", "skip"] = "error"
     """If a prompt leaves no room in the model's context: error = stop, skip = leave it out and report how many were."""
     split: Literal["test", "validation", "train"] = "test"
@@ -109,12 +114,14 @@ class EvalOptions:
         return Conversation(**{name: getattr(self, option) for option, name in CONVERSATION_OPTIONS.items()})
 
     def check(self) -> None:
-        """Raises a ConfigError for values out of range, empty stop texts and a server without address.
+        """Raises a ConfigError for values out of range, empty stop texts, a server without address and unset variables.
 
         Also for options without effect: --url without a server; --device, --dtype and --threads with one; several
         samples, top_p, top_k and min_p at temperature 0.
         """
         check_option_bounds(self)
+        self.scoring.check(())
+        self.scoring.require_variables()
         if self.engine == "server" and not self.url:
             raise ConfigError("--engine server needs --url. Add for example --url http://localhost:8000.")
         if self.engine != "server" and self.url:
@@ -122,6 +129,11 @@ class EvalOptions:
         if self.engine == "server" and (self.device != "auto" or self.dtype != "auto" or self.threads):
             raise ConfigError(
                 "--device, --dtype and --threads have no effect with --engine server; remove these flags."
+            )
+        if 0 < self.max_total < self.max_tokens:
+            raise ConfigError(
+                f"--max-total {self.max_total} is less than one turn of --max-tokens {self.max_tokens}. Raise "
+                "--max-total, or lower --max-tokens."
             )
         if "" in self.stop:
             raise ConfigError(

@@ -25,7 +25,7 @@ _FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*)\.[0-9]+(?:e[-+][0-9]+)?")
 # What begins with a letter, a slash or a dollar sign is a text, unless it is one of the special words; so are signs. A
 # colon before a space would make a key of it.
 _TEXT = re.compile(r"[A-Za-z_/$](?:(?:[\w ./@+*=()${},?!;<>%-]|:(?! ))*[\w./@+*=()${},?!;<>%-])?|\+[-+*/]*", re.ASCII)
-_QUOTED = re.compile(r"'[\w ./@+*=():;,<>!?\[\]{}#&%|-]+'", re.ASCII)
+_QUOTED = re.compile(r"'[\w ./@+*=():;,<>!?\[\]{}#&%|\"-]+'", re.ASCII)
 _MAX_DIGITS = 300  # of a whole number; Python refuses to read far longer ones
 _MAX_SECTIONS = 20  # inside each other
 

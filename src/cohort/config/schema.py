@@ -290,9 +290,6 @@ class Conversation(Section):
     """Most characters of a tool's result that the model is shown; the rest is cut."""
     seconds: Annotated[float, at_least(0.001), at_most(3_600)] = 5.0
     """Time for the calls of one turn. A tool that takes longer is stopped, and the model is told."""
-    workers: Annotated[int, at_least(0), at_most(256)] = 0
-    """Processes that run tools, environments and graders: so many calls can be under way at once; 0 = one, or one per
-    core less one where a grader's work is large."""
     format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
     """How the model writes calls: hermes = <tool_call>{...}</tool_call>, llama3 = a JSON object, tags =
     <tool:NAME>...</tool>, described in the system prompt; auto = by the model's chat template."""
@@ -368,7 +365,7 @@ class SaveConfig(Section):
     keep_last: AtLeast1 = 2
     """Number of newest checkpoints that are kept; older ones are removed."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best held-out accuracy."""
+    """Also keep the checkpoint with the best held-out accuracy or reward."""
     rollouts: AtLeast0 = 0
     """Number of last steps whose rollout files are kept; 0 = those of all steps."""
 
@@ -423,9 +420,14 @@ class RunConfig(Section):
         return super().__new__(cls)
 
     @property
-    def has_accuracy(self) -> bool:
-        """Whether evaluations give an accuracy."""
+    def is_evaluated(self) -> bool:
+        """Whether the run is evaluated, if there are held-out rows."""
         return True
+
+    @property
+    def measure(self) -> str:
+        """What evaluations measure: "accuracy", or "reward" where the task has no accuracy."""
+        return "reward" if getattr(getattr(self, "task", None), "accuracy", "") is None else "accuracy"
 
     @property
     def has_splits(self) -> bool:

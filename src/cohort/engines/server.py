@@ -29,8 +29,9 @@ from typing import Any, Literal
 from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.native.random import derive_random_stream
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
-from cohort.engines.site import HttpCall, PauseFunction, RetryableError, ServerClient
+from cohort.engines.site import HttpCall, PauseFunction, ServerClient
 from cohort.errors import CohortError, ConfigError, EngineError, suggest_name
+from cohort.system.http_text import RetryableError
 from cohort.text.plain import add_system, join_contents
 from cohort.types import Finish, Provenance, Sample
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cohort.errors import RunError
+from cohort.evaluation.coefficients import format_coefficients
 from cohort.evaluation.records import EvalItem, Evaluation, select_comparable
 from cohort.evaluation.statistics import Difference, compare_paired, mean
 from cohort.run.directory import load_evaluation, load_evaluations
@@ -24,7 +25,7 @@ class DifferingProblem:
 
     id: str
     question: str
-    first: float  # the share of right answers in the first evaluation
+    first: float  # the share of right answers, or the mean reward, in the first evaluation
     second: float
 
 
@@ -47,7 +48,7 @@ class Comparison:
         Answers are left out.
         """
         sides = {
-            name: {"setting": asdict(e.setting), "accuracy": e.accuracy, "low": e.low, "high": e.high}
+            name: {"setting": asdict(e.setting), e.measure: e.value, "low": e.low, "high": e.high}
             for name, e in (("first", self.first), ("second", self.second))
         }
         rest = {name: [asdict(pair) for pair in getattr(self, name)] for name in ("won", "lost")}
@@ -81,7 +82,7 @@ def find_evaluation(path: Path) -> Evaluation:
     words = {
         "": max(evaluations),
         "last": max(evaluations),
-        "best": find_best_step({s: e.accuracy for s, e in select_comparable(evaluations).items()}) or -1,
+        "best": find_best_step({s: e.value for s, e in select_comparable(evaluations).items()}) or -1,
     }
     step = words.get(which, int(which) if which.isdecimal() else -1)
     if step not in evaluations:
@@ -101,21 +102,23 @@ def compare(first: Evaluation, second: Evaluation, names: tuple[str, str] = ("A"
     differences, such as the template, are notes, which call the evaluations by `names`.
     """
     pairs = list(zip(first.items, _match_items(first, second), strict=True))
-    scored = [(a, b) for a, b in pairs if a.correct and b.correct]
+    scored = [(a, b) for a, b in pairs if a.scores and b.scores]
     if not scored:
         raise RunError(
             "no problem has a score in both evaluations. Their files say why, under `failure`: repair that, usually in "
             "the task's method `score`, then evaluate both models again with `cohort eval`."
         )
     # Only problems on which the two differ are listed as won or lost.
-    differ = [_make_differing_problem(a, b) for a, b in scored if mean(a.correct) != mean(b.correct)]
+    differ = [_make_differing_problem(a, b) for a, b in scored if mean(a.scores) != mean(b.scores)]
     num_unscored = len(pairs) - len(scored)
     unscored = [f"{num_unscored} problems without a score are left out"] if num_unscored else []
     return Comparison(
         first=first,
         second=second,
         names=names,
-        difference=compare_paired([a.correct for a, _ in scored], [b.correct for _, b in scored]),
+        difference=compare_paired(
+            [a.scores for a, _ in scored], [b.scores for _, b in scored], are_shares=first.accuracy is not None
+        ),
         num_problems=len(scored),
         won=sorted((p for p in differ if p.second > p.first), key=lambda p: p.first - p.second),
         lost=sorted((p for p in differ if p.second < p.first), key=lambda p: p.second - p.first),
@@ -143,6 +146,12 @@ def _match_items(first: Evaluation, second: Evaluation) -> list[EvalItem]:
                 f"these evaluations have different settings of the task {a.task}: {name} = {a.knobs.get(name)} and "
                 f"{b.knobs.get(name)}. Evaluate both models with `cohort eval` and the same --task.{name}."
             )
+    if a.reward != b.reward:
+        raise RunError(
+            f"these evaluations have rewards with different coefficients, {format_coefficients(a.reward)} and "
+            f"{format_coefficients(b.reward)}, and cannot be compared. Evaluate both models with `cohort eval` and the "
+            "same --reward."
+        )
     items = {item.id: item for item in second.items}
     # Equal ids with other rows or messages mean that the data has changed. Other ids are reported below, with counts.
     if a.rows != b.rows and items.keys() == {item.id for item in first.items}:
@@ -195,9 +204,9 @@ def _describe_other_prompts(pairs: Sequence[tuple[EvalItem, EvalItem]]) -> list[
 
 
 def _make_differing_problem(a: EvalItem, b: EvalItem) -> DifferingProblem:
-    """Returns id, question and both accuracies of a problem. `a` and `b` are its items in the two evaluations.
+    """Returns id, question and both accuracies, or mean rewards, of a problem.
 
-    The question is the last user message; "" if there is none.
+    `a` and `b` are its items in the two evaluations. The question is the last user message; "" if there is none.
     """
     question = str(next((m.get("content") for m in reversed(a.messages) if m.get("role") == "user"), ""))
-    return DifferingProblem(id=a.id, question=question, first=mean(a.correct), second=mean(b.correct))
+    return DifferingProblem(id=a.id, question=question, first=mean(a.scores), second=mean(b.scores))

@@ -1,4 +1,4 @@
-"""Evaluation: samples answers to held-out problems, scores them, and computes the accuracy with its interval."""
+"""Evaluation: samples answers to held-out problems, scores them, and computes accuracy or mean reward with interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cohort.evaluation.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
-from cohort.evaluation.statistics import accuracy_interval, compute_accuracy, compute_all_pass_at_k, mean
+from cohort.evaluation.statistics import accuracy_interval, compute_accuracy, compute_all_pass_at_k, mean, mean_interval
 from cohort.rollout.producer import Producer, stop_if_many_failed
 from cohort.system.clock import stage
 from cohort.tasks.base import Task
@@ -56,22 +56,26 @@ def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows:
     """Returns the evaluation (accuracy, interval, pass@k, means) that results from these items.
 
     `rows` are the task's rows, in the order of the items. `task` names the accuracy and may compute further numbers.
-    Answers that could not be scored count only in mean tokens, finish reasons and `num_failed`.
+    Without an accuracy the mean reward takes its place, and there is no pass@k. The mean of a part is over the answers
+    that have it. Answers that could not be scored count only in mean tokens, finish reasons and `num_failed`.
     """
     answers = [a for item in items for a in item.answers]
-    scored = [a for a in answers if a.correct is not None]
-    scores = [item.correct for item in items]
-    low, high = accuracy_interval(scores)
+    scored = [a for a in answers if a.value is not None]
+    scores = [item.scores for item in items]
+    is_share = task.accuracy is not None
+    value = compute_accuracy(scores)
+    low, high = accuracy_interval(scores) if is_share else mean_interval(scores) or (None, None)
     # The other reward parts. The accuracy has its own field.
-    names = [name for name in (scored[0].parts if scored else {}) if name != task.accuracy]
+    names = dict.fromkeys(name for a in scored for name in a.parts if name != task.accuracy)
     graded = [(row, a.parts) for row, item in zip(rows, items, strict=True) for a in item.answers if not a.failure]
     return Evaluation(
         setting=setting,
-        accuracy=compute_accuracy(scores),
+        accuracy=value if is_share else None,
+        reward=None if is_share else value,
         low=low,
         high=high,
-        passes=compute_all_pass_at_k(scores),
-        parts={name: mean([a.parts[name] for a in scored]) for name in names},
+        passes=compute_all_pass_at_k(scores) if is_share else [],
+        parts={name: mean([a.parts[name] for a in scored if name in a.parts]) for name in names},
         summary=compute_summary(task, [row for row, _ in graded], [parts for _, parts in graded]),
         mean_tokens=mean([a.num_tokens for a in answers]),
         finishes=dict(sorted(Counter(a.finish for a in answers).items())),
@@ -97,18 +101,19 @@ def digest_rows(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _make_item(group: Group, accuracy_part: str, spell: Spell) -> EvalItem:
+def _make_item(group: Group, accuracy_part: str | None, spell: Spell) -> EvalItem:
     """Returns a scored group as an item of an evaluation: a problem with its answers.
 
-    `accuracy_part` names the reward part that is 0 or 1; an answer that could not be scored has None instead. `spell`
-    returns the prompt as text.
+    `accuracy_part` names the reward part that is 0 or 1; an answer that could not be scored has None instead. Without
+    such a part an answer has its reward. `spell` returns the prompt as text.
     """
     answers = [
         EvalAnswer(
             text=s.text,
             finish=str(s.finish),
             num_tokens=len(s.tokens),
-            correct=None if s.failure else s.parts[accuracy_part],
+            correct=None if s.failure or accuracy_part is None else s.parts[accuracy_part],
+            reward=None if s.failure or accuracy_part is not None else s.reward,
             parts=dict(s.parts),
             reason=s.reason,
             failure=s.failure,

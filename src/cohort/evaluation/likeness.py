@@ -12,6 +12,7 @@ from cohort.config.kinds import RL
 from cohort.config.options import CONVERSATION_OPTIONS, EvalOptions
 from cohort.config.schema import Conversation
 from cohort.errors import CohortError
+from cohort.evaluation.coefficients import format_coefficients, list_coefficients, read_coefficients
 from cohort.logs.escape import escape_line, join_command
 from cohort.run.directory import RunDirectory
 from cohort.run.naming import NamedCheckpoint
@@ -77,6 +78,10 @@ def _pair_settings(config: RL | SFT | DPO, task: Task, options: EvalOptions) -> 
     # A user who gives another temperature means it, for instance 0 for greedy answers.
     if options.temperature == EvalOptions.temperature:
         yield _PairedSetting("temperature", config.eval.temperature, options.temperature)
+    trained_with, here = getattr(config, "reward", {}), read_coefficients(task, options.reward)
+    if task.accuracy is None and list_coefficients(task, trained_with) != list_coefficients(task, here):
+        words = [format_coefficients(list_coefficients(task, c)).split() for c in (trained_with, here)]
+        yield _PairedSetting("reward", tuple(words[0]), tuple(words[1]))
     if isinstance(turns := getattr(config, "turns", None), Conversation):
         for option, name in CONVERSATION_OPTIONS.items():
             yield _PairedSetting(option, getattr(turns, name), getattr(options, option))
@@ -108,7 +113,7 @@ def _describe_rows(name: str, config: RL | SFT | DPO, options: EvalOptions) -> s
         return ""
     if config.eval.split != "validation":
         return (
-            f"the run of {name} trained on all training rows, those of this validation split too, so this accuracy is "
+            f"the run of {name} trained on all training rows, those of this validation split too, so this result is "
             "not one of problems that are new to it; use --split test, or train with --eval.split validation"
         )
     share = config.eval.validation_share

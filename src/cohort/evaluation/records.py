@@ -13,6 +13,11 @@ from cohort.evaluation.statistics import PassAtK
 from cohort.system.json_text import make_record
 from cohort.types import Message
 
+ACCURACY = "eval/accuracy"
+REWARD = "eval/reward"
+HELD_OUT_METRICS = (ACCURACY, REWARD)
+"""Names of the metric that an evaluation of a task has: its accuracy or, if the task has none, its mean reward."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalAnswer:
@@ -21,12 +26,18 @@ class EvalAnswer:
     text: str
     finish: str
     num_tokens: int
-    correct: float | None  # 0 or 1; None = it could not be scored
+    correct: float | None  # 0 or 1; None = it could not be scored, or the task has no accuracy
+    reward: float | None = None  # where the task has no accuracy: the parts with their coefficients; None = not scored
     parts: dict[str, float] = field(default_factory=dict)  # all parts of the score, by name
     reason: str = ""  # the grader's explanation
     failure: str = ""  # why it could not be scored
     messages: list[Message] = field(default_factory=list)  # of a conversation of several turns, after the prompt
     calls: dict[str, int] = field(default_factory=dict)  # calls of tools, by outcome
+
+    @property
+    def value(self) -> float | None:
+        """What the evaluation takes the mean of: `correct` or, without an accuracy, `reward`; None = not scored."""
+        return self.reward if self.correct is None else self.correct
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +51,9 @@ class EvalItem:
     tools: list[Any] = field(default_factory=list)  # descriptions of the tools that the model could call
 
     @property
-    def correct(self) -> list[float]:
-        """The scores, 0 or 1, of the answers that could be scored, in their order; [] if none could."""
-        return [a.correct for a in self.answers if a.correct is not None]
+    def scores(self) -> list[float]:
+        """The value of each answer that could be scored, in their order: 0 or 1, or its reward; [] if none could."""
+        return [a.value for a in self.answers if a.value is not None]
 
     @property
     def has_failures(self) -> bool:
@@ -78,10 +89,11 @@ class EvalSetting:
     system: str = ""  # the text that was put before the messages of every problem
     # "first" = the first answer counts; "all" = further attempts too; for conversations their limits.
     turns: str = "first"
+    reward: dict[str, float] = field(default_factory=dict)  # coefficients of the parts; {} = the task has an accuracy
 
 
 # Fields that were added later, with the values that earlier evaluations stand for.
-ADDED_FIELDS = {"turns": "first", "run": "", "chosen_on": "", "date": "", "system": ""}
+ADDED_FIELDS: dict[str, Any] = {"turns": "first", "run": "", "chosen_on": "", "date": "", "system": "", "reward": {}}
 
 
 def select_comparable(evaluations: Mapping[int, Evaluation]) -> dict[int, Evaluation]:
@@ -102,12 +114,13 @@ def list_differences(a: EvalSetting, b: EvalSetting) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Accuracy of one policy version on one split, with its 95% interval and every item."""
+    """Accuracy or mean reward of one policy version on one split, with its 95% interval and every item."""
 
     setting: EvalSetting
-    accuracy: float  # avg@n
-    low: float  # of the 95% interval of the accuracy
-    high: float
+    accuracy: float | None  # avg@n; None = the task has none
+    reward: float | None = None  # the mean reward of a task without an accuracy
+    low: float | None  # of the 95% interval of the accuracy or mean reward; None = one problem has no such interval
+    high: float | None
     passes: list[PassAtK] = field(default_factory=list)  # for k = 2, 4, 8, ...
     parts: dict[str, float] = field(default_factory=dict)  # mean of each part of the score except the accuracy
     summary: dict[str, float] = field(default_factory=dict)  # further numbers that the task computes
@@ -115,6 +128,34 @@ class Evaluation:
     finishes: dict[str, int] = field(default_factory=dict)  # samples by finish reason
     num_failed: int = 0  # samples that could not be scored; they are left out, not counted as wrong
     items: list[EvalItem] = field(default_factory=list)
+
+    @property
+    def measure(self) -> str:
+        """What is measured: "accuracy", or "reward" where the task has no accuracy."""
+        return "reward" if self.accuracy is None else "accuracy"
+
+    @property
+    def value(self) -> float:
+        """The number that evaluations are compared by: the accuracy or, without one, the mean reward."""
+        value = self.reward if self.accuracy is None else self.accuracy
+        assert value is not None, "an evaluation has an accuracy or a mean reward"
+        return value
+
+    @property
+    def title(self) -> str:
+        """What is measured, in words."""
+        return f"held-out {self.measure}"
+
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """The accuracy of each task of a mixture that has one, by label; {} for an evaluation of a single task."""
+        summary = self.summary if self.setting.task == "mix" else {}
+        found = {name.partition("/"): value for name, value in summary.items()}
+        return {label: value for (measure, _, label), value in found.items() if measure == "accuracy"}
+
+    def format_interval(self) -> str:
+        """Returns the 95% interval as text; "no interval" if there is none."""
+        return "no interval" if self.low is None or self.high is None else f"{self.low:.3f} to {self.high:.3f}"
 
     @property
     def step(self) -> int:
@@ -125,17 +166,20 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """The main numbers of the evaluation as metrics, by names like "eval/accuracy".
 
-        They are accuracy, its interval, mean tokens and the share of each finish reason; pass@k, parts and the summary
-        of a task are left out. Where answers are given, not sampled, the summary has the measured losses, and is in.
+        They are accuracy (or "eval/reward", the mean reward, of a task without one), its interval, mean tokens and the
+        share of each finish reason; pass@k, parts and the summary of a task are left out. Where answers are given, not
+        sampled, the summary has the measured losses, and is in; so is that of a mixture.
         """
         total = max(1, sum(self.finishes.values()))
         shares = {f"eval/finish/{name}": count / total for name, count in sorted(self.finishes.items())}
-        summary = self.summary if self.setting.engine == "none" else {}
+        # The summary of a mixture has the accuracy of each task.
+        summary = self.summary if self.setting.engine == "none" or self.setting.task == "mix" else {}
         measured = {f"eval/{name}": value for name, value in summary.items()}
+        name = f"eval/{self.measure}"
+        ends = {} if self.low is None or self.high is None else {f"{name}_low": self.low, f"{name}_high": self.high}
         return {
-            "eval/accuracy": self.accuracy,
-            "eval/accuracy_low": self.low,
-            "eval/accuracy_high": self.high,
+            name: self.value,
+            **ends,
             "eval/mean_tokens": self.mean_tokens,
             **shares,
             **measured,

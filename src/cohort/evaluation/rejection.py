@@ -9,7 +9,8 @@ from cohort.evaluation.records import EvalAnswer, EvalItem, Evaluation
 from cohort.rollout.episode import join_messages
 from cohort.text.plain import add_system
 
-Keep = Literal["correct", "wrong", "all"]
+Keep = Literal["correct", "wrong", "all"] | float
+"""Which answers: right ones, wrong ones, all that have a score, or those with at least this accuracy or reward."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,9 +58,14 @@ def select_answers(evaluation: Evaluation, keep: Keep, per_problem: int) -> Sele
 
 
 def _has_verdict(answer: EvalAnswer, keep: Keep) -> bool:
-    """Returns whether the verdict on an answer is one that `keep` names. One that could not be scored has none."""
-    if answer.correct is None:
+    """Returns whether the verdict on an answer is one that `keep` names. One that could not be scored has none.
+
+    `keep` is "all" or the least reward where the task has no accuracy.
+    """
+    if answer.value is None:
         return False
+    if isinstance(keep, float):
+        return answer.value >= keep
     return keep == "all" or (answer.correct == 1.0) == (keep == "correct")
 
 

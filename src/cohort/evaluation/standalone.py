@@ -15,6 +15,7 @@ from cohort.config.options import CONVERSATION_OPTIONS, EvalOptions
 from cohort.engines.base import Engine
 from cohort.engines.factory import EngineModel, make_engine
 from cohort.errors import ConfigError, RunError
+from cohort.evaluation.coefficients import list_coefficients, read_coefficients
 from cohort.evaluation.evaluate import describe_sampling, digest_rows, evaluate
 from cohort.evaluation.journal import Journal, read_journal_setting
 from cohort.evaluation.likeness import describe_unlikeness
@@ -203,6 +204,7 @@ class ModelEvaluator:
             sampling=describe_sampling(sampling),
             seed=o.seed,
             turns="first" if rules is None else describe_conversation(rules, o.max_total),
+            reward=list_coefficients(task, read_coefficients(task, o.reward)),
             **self._describe_checkpoint(),
         )
         _warn_if_flattered(setting)
@@ -246,7 +248,7 @@ class ModelEvaluator:
             group_size=prepared.setting.num_samples,
             seed=prepared.setting.seed,
             purpose="eval",
-            coefficients={},
+            coefficients=prepared.setting.reward,
             later_turns=later_turns,
             context=self.context,
         )
@@ -301,7 +303,8 @@ class ModelEvaluator:
                 return EvaluationResult(evaluation=existing, path=path, is_new=False)
             # Problems with an answer that could not be scored are answered again.
             known = {item.id: item for item in existing.items if not item.has_failures}
-        with Journal(path, setting) as journal, start_scorer(prepared.task, rules=prepared.rules) as scorer:
+        scoring = self.options.scoring
+        with Journal(path, setting) as journal, start_scorer(prepared.task, scoring, rules=prepared.rules) as scorer:
             producer = Producer(self.engine, scorer, prepared.stream, self._make_episode_settings(prepared))
             # What an interrupted evaluation has finished.
             known |= journal.items
@@ -323,8 +326,8 @@ def _warn_if_flattered(setting: EvalSetting) -> None:
     if setting.chosen_on != f"{setting.task}/{setting.split}":
         return
     log.warning(
-        "%s was chosen as the best of its run on the %s problems of %s, so this accuracy flatters it; for an accuracy "
-        "on other problems, %s",
+        "%s was chosen as the best of its run on the %s problems of %s, so this result flatters it; for one on "
+        "other problems, %s",
         setting.model,
         setting.split,
         setting.task,

@@ -1,7 +1,8 @@
-"""Statistics of scores: the interval of an accuracy, and whether one evaluation is better than another.
+"""Statistics of scores: the interval of an accuracy or mean, and whether one evaluation is better than another.
 
-`scores` has one row per problem, with the score (0 or 1) of each of its samples. Problems are independent of each
-other, samples of one problem are not. So every interval is over problems, never over samples.
+`scores` has one row per problem, with the score of each of its samples: 0 or 1, or any number where it is a reward.
+Problems are independent of each other, samples of one problem are not. So every interval is over problems, never over
+samples.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from cohort.evaluation.student import find_t_quantile
 
 Scores = Sequence[Sequence[float]]
 
@@ -24,9 +27,9 @@ MAX_EXACT_PROBLEMS = 1000
 
 
 def compute_accuracy(scores: Scores) -> float:
-    """Returns avg@n, the accuracy: the mean over problems of the mean score of their samples.
+    """Returns avg@n, the accuracy or mean reward: the mean over problems of the mean score of their samples.
 
-    `scores` has one list per problem, with a score (0 or 1) per sample. A problem without scores is left out. 0 if
+    `scores` has one list per problem, with a score per sample. A problem without scores is left out. 0 if
     there are no scores.
     """
     return mean([mean(row) for row in scores if row])
@@ -54,6 +57,25 @@ def accuracy_interval(scores: Scores) -> tuple[float, float]:
     squares = math.fsum((m - centre) ** 2 for m in means) + 0.5 * centre**2 + 0.5 * (1 - centre) ** 2
     num_effective = min(centre * (1 - centre) * n * (n + 1) / squares, sum(map(len, scores)))
     return _wilson_interval(mean(means), num_effective)
+
+
+def mean_interval(scores: Scores) -> tuple[float, float] | None:
+    """Returns the 95% interval (low, high) of the mean over problems of scores that may be any numbers.
+
+    It is Student's over the means of the problems, so it is wide for few problems. None if fewer than two have scores:
+    one problem does not tell how much problems differ.
+
+    >>> [round(x, 3) for x in mean_interval([[0.5], [0.7], [0.9]])]
+    [0.203, 1.197]
+    """
+    means = [mean(row) for row in scores if row]
+    n = len(means)
+    if n < 2:
+        return None
+    centre = mean(means)
+    variance = math.fsum((m - centre) ** 2 for m in means) / (n - 1) / n
+    half = find_t_quantile(n - 1) * math.sqrt(variance)
+    return centre - half, centre + half
 
 
 def _wilson_interval(p: float, n: float) -> tuple[float, float]:
@@ -143,7 +165,7 @@ def bootstrap_interval(
 class Difference:
     """How much better the second of two evaluations of the same problems is than the first."""
 
-    mean: float  # of the differences in accuracy per problem
+    mean: float  # of the differences in accuracy, or in mean reward, per problem
     low: float  # of the 95% interval of the mean
     high: float
     p: float  # probability of a difference at least this large if both were equally good
@@ -161,12 +183,13 @@ class Difference:
         return int(is_significant and self.low > 0) - int(is_significant and self.high < 0)
 
 
-def compare_paired(first: Scores, second: Scores) -> Difference:
+def compare_paired(first: Scores, second: Scores, are_shares: bool = True) -> Difference:
     """Returns how much better `second` is than `first`: mean difference, its 95% interval, test, wins and losses.
 
     Both have one list of scores per problem, in the same order, none of them empty. p is from an exact McNemar test if
     every problem that differs does so by 1, as with one sample per problem, else from a sign-flip test. The interval is
-    by normal approximation.
+    by normal approximation. `are_shares` = the scores are 0 or 1. Otherwise they are rewards: the test is always that
+    of sign flips, and the interval may go beyond -1 and 1.
 
     >>> result = compare_paired([[0.0]] * 9 + [[1.0]], [[1.0]] * 5 + [[0.0]] * 5)
     >>> result.wins, result.losses, round(result.p, 3)
@@ -176,14 +199,15 @@ def compare_paired(first: Scores, second: Scores) -> Difference:
     moved = [g for g in gains if g]
     wins = sum(g > 0 for g in moved)
     # With one sample per problem a difference is +1 or -1, and the exact test applies.
-    single = all(abs(g) == 1 for g in moved)
+    single = are_shares and all(abs(g) == 1 for g in moved)
     p, test = (_sign_test(wins, len(moved)), "exact McNemar") if single else (_sign_flip_test(moved), "sign flips")
     value = mean(gains)
     spread = math.sqrt(math.fsum((g - value) ** 2 for g in gains) / max(1, len(gains) - 1) / max(1, len(gains)))
+    limit = 1.0 if are_shares else math.inf
     return Difference(
         mean=value,
-        low=max(-1.0, value - Z * spread),
-        high=min(1.0, value + Z * spread),
+        low=max(-limit, value - Z * spread),
+        high=min(limit, value + Z * spread),
         p=p,
         test=test,
         wins=wins,
@@ -213,7 +237,7 @@ def _sign_flip_test(gains: Sequence[float]) -> float:
     more draw, so the p-value is never 0.
     """
     # Less a little, so that rounding does not hide equal sums.
-    observed = abs(math.fsum(gains)) - 1e-12
+    observed = abs(math.fsum(gains)) - 1e-12 * max(1.0, math.fsum(map(abs, gains)))
     rng = random.Random(0)
     as_large = 0
     for _ in range(NUM_SIGN_FLIPS):

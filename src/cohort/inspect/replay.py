@@ -17,7 +17,7 @@ import torch
 
 from cohort.algos.algorithm import Algorithm
 from cohort.config import flags
-from cohort.config.document import diff_configs, find_variant
+from cohort.config.document import diff_configs, list_mixed_specs, load_variant
 from cohort.config.kinds import RL, require_rl
 from cohort.config.load import change_config
 from cohort.errors import CohortError, ConfigError, RunError
@@ -163,19 +163,26 @@ class TrustedFiles:
         self._needs_task = False  # whether the config's task is in a file that the user named
 
     def find(self, field: str, name: str, settings: Mapping[str, Any]) -> type[Any]:
-        """Returns the class that a config file names; `settings` are not used. Runs its file if it is trusted.
+        """Returns the class that a config file names with these settings. Runs its file if it is trusted.
 
-        Raises ConfigError if it is not.
+        Raises ConfigError if it is not, also if a mixture of tasks names such a file in its `settings`.
         """
         where = split_spec(name)
         if where is None:
-            return find_variant(field, name)
+            cls = load_variant(field, name, settings)
+            mixed = [spec for spec in list_mixed_specs(cls, settings) if split_spec(spec) is not None]
+            if mixed and not self.trust:
+                raise ConfigError(
+                    f"this run's {field} is a mixture with Python code in a file ({', '.join(mixed)}), and a replay "
+                    "runs it. If you trust that file, add --trust."
+                )
+            return cls
         named = split_spec(self.named.get(field, ""))
         if named is not None and named[1] == where[1]:
             self._needs_task = self._needs_task or field == "task"
-            return find_variant(field, self.named[field])
+            return load_variant(field, self.named[field], settings)
         if self.trust:
-            return find_variant(field, name)
+            return load_variant(field, name, settings)
         raise ConfigError(
             f"this run's {field} is Python code in the file {where[0]}, and a replay runs it. If you trust that file, "
             f"add --trust, or name it yourself: --{field} {name}."

@@ -42,7 +42,7 @@ from cohort.rollout.settings import (
     make_sampling,
     max_environment_tokens,
 )
-from cohort.scoring.pool import ScoringPool
+from cohort.scoring.base import Pool
 from cohort.scoring.start import start_scorer
 from cohort.tasks.base import check_packages
 from cohort.tasks.ref import compute_grader_digest
@@ -149,12 +149,11 @@ def build_rl_job(config: RL) -> RLJob:
     )
 
 
-def make_scorer(config: RL, tokenizer: Tokenizer) -> ScoringPool:
+def make_scorer(config: RL, tokenizer: Tokenizer) -> Pool:
     """Starts the workers that score the answers of a run, and run its tools and environments."""
     turns = config.turns
     rules = make_conversation_rules(turns, tokenizer) if isinstance(turns, Conversation) else None
-    num_workers = turns.workers if isinstance(turns, Conversation) else 0
-    return start_scorer(config.task, make_again_rules(config), rules, num_workers)
+    return start_scorer(config.task, config.scoring, make_again_rules(config), rules)
 
 
 def _make_stream(config: RL, tokenizer: Tokenizer, max_prompt_tokens: int) -> TaskStream:

@@ -15,7 +15,7 @@ from cohort.examples.encode import EncodedExamples
 from cohort.examples.stream import ExampleStream
 from cohort.jobs.base import TrainingJob
 from cohort.jobs.reference import Notice, digest_reference, provide_reference
-from cohort.jobs.task_eval import TaskEvaluator
+from cohort.jobs.task_eval import TaskEvaluator, notice_if_fewer_problems
 from cohort.loops import dpo
 from cohort.loops.learning import annotate
 from cohort.run.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ class DPOJob(TrainingJob):
     def _measure_pairs(self) -> dict[str, float]:
         """Returns accuracy, loss and margin of the held-out pairs, as metrics."""
         found = self._measure(0)
-        return {"eval/pairs": found.accuracy} | {f"eval/{name}": value for name, value in found.summary.items()}
+        return {"eval/pairs": found.value} | {f"eval/{name}": value for name, value in found.summary.items()}
 
     def _measure(self, step: int) -> Evaluation:
         """Returns how often the implicit reward of the better answer is higher, on the held-out pairs.
@@ -137,9 +137,12 @@ class DPOJob(TrainingJob):
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
         for line in self.encoded.describe():
             run.show_notice("rows", line)
-        if self.evaluator is not None and (notice := self.evaluator.notice_if_fewer_problems()):
+        num = 0 if self.evaluator is None else self.evaluator.num_rows
+        if self.config.task is not None and (notice := notice_if_fewer_problems(self.config, num)):
             run.show_notice("evaluation", notice)
         self.record_changed_grader(run, self.config.task)
+        if self.evaluator is not None:
+            self.evaluator.scorer.keep_outcomes(run.directory.outcomes)
         dpo.train(run, self.learner, self.loss, self.stream.list_groups, self.config.learner.minibatches)
 
     def make_checkpoint(self, step: int) -> Checkpoint:

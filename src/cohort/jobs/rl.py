@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,12 @@ from cohort.engines.base import Engine, Request, sample
 from cohort.engines.sync import WeightSync
 from cohort.evaluation.records import Evaluation
 from cohort.jobs.base import TrainingJob
-from cohort.jobs.task_eval import evaluate_problems, make_eval_flags, notice_if_fewer_problems
+from cohort.jobs.task_eval import (
+    describe_no_rows,
+    evaluate_problems,
+    notice_if_fewer_problems,
+    suggest_evaluation,
+)
 from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
 from cohort.models.catalog import notice_if_not_taught
@@ -22,7 +27,9 @@ from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import RunDescription
-from cohort.scoring.pool import ScoringPool
+from cohort.scoring.base import Pool
+from cohort.tasks.base import list_own_tasks
+from cohort.tasks.mix import list_specs
 from cohort.text import Tokenizer
 from cohort.types import Group, Key, Message, Prompt
 
@@ -47,7 +54,7 @@ class RLJob(TrainingJob):
     config: RL
     engine: Engine
     sync: WeightSync  # sends the learner's weights to the engine
-    scorer: ScoringPool
+    scorer: Pool
     producer: Producer  # makes the groups that are trained on
     eval_producer: Producer  # answers the problems of evaluations
     problems: list[Prompt]  # held out: never trained on
@@ -56,7 +63,12 @@ class RLJob(TrainingJob):
 
     tokenizer: Tokenizer
 
-    def evaluate(self, step: int) -> Evaluation:
+    @property
+    def evaluate(self) -> Callable[[int], Evaluation] | None:
+        """A function that evaluates the current weights; None if the task has no held-out rows."""
+        return self._evaluate if self.problems else None
+
+    def _evaluate(self, step: int) -> Evaluation:
         """Samples and scores answers to the held-out problems with the current weights, and returns the evaluation.
 
         `step` is the number of completed steps. Raises TrainingStopped if many samples cannot be scored.
@@ -145,7 +157,8 @@ class RLJob(TrainingJob):
         )
         why = "left out, because their prompts are too long"
         lines = [f"{what} {why}: {num} of {total}" for what, num, total in counts if num]
-        return replace(describe_run(self.config), left_out=tuple(lines))
+        idle = "" if self.problems else describe_no_rows(self.config)
+        return replace(describe_run(self.config), left_out=tuple(lines), not_evaluated=idle)
 
     def notice_if_fewer_problems(self) -> str:
         """Returns a notice for the user if the task has fewer held-out rows than eval.problems asks for; else ""."""
@@ -157,7 +170,9 @@ class RLJob(TrainingJob):
         They evaluate the model after `step` steps, export it, and train on (after the quickstart: train another
         recipe).
         """
-        return suggest_commands(self.config, run, step)
+        commands = suggest_commands(self.config, run, step)
+        # Without held-out rows there is nothing to evaluate.
+        return commands if self.problems else commands[1:]
 
     def run_loop(self, run: Run) -> None:
         """Trains for every remaining step of `run`. First tells the user about what may surprise.
@@ -165,6 +180,7 @@ class RLJob(TrainingJob):
         That is truncated sampling and a grader that has changed, which are also recorded as events, rows that are left
         out or too few, importance ratios that are all 1, and a task that the bundled model was not taught.
         """
+        self.scorer.keep_outcomes(run.directory.outcomes)
         # Only at the start: a resumed run has the event in its database.
         if self.producer.settings.sampling.truncates and run.step == 0:
             run.record_event(
@@ -177,13 +193,18 @@ class RLJob(TrainingJob):
         notices = {
             "evaluation": self.notice_if_fewer_problems(),
             "algo": notice_if_ratios_are_one(self.config),
-            "model": notice_if_not_taught(self.config.model, self.config.task.name) if run.step == 0 else "",
+            "model": self._notice_if_not_taught() if run.step == 0 else "",
         }
         for kind, notice in notices.items():
             if notice and run.step < self.config.steps:
                 run.show_notice(kind, notice)
         replay = RolloutReuse(self.config.replay, self.config.seed, run.directory.rollouts)
         train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
+
+    def _notice_if_not_taught(self) -> str:
+        """Returns a notice about the first task, of several in a mixture, that the bundled model was not taught."""
+        notices = (notice_if_not_taught(self.config.model, own.name) for own in list_own_tasks(self.config.task))
+        return next(filter(None, notices), "")
 
     def close(self) -> None:
         """Ends the scoring workers and the engine."""
@@ -193,8 +214,11 @@ class RLJob(TrainingJob):
 
 def describe_run(config: RL) -> RunDescription:
     """Returns what terminal and run card say about a run with this config: task, algorithm, batch, metrics to show."""
+    source = get_variant_name("task", config.task)
+    # A mixture is described by its tasks, without their settings.
+    mixed = ", ".join(spec.rpartition(":")[2] for spec in list_specs(config.task)) if source == "mix" else ""
     return RunDescription(
-        source=get_variant_name("task", config.task),
+        source=f"{source} ({mixed})" if mixed else source,
         algo=get_variant_name("algo", config.algo),
         batch=f"{config.batch.prompts} prompts x {config.batch.samples} samples",
         columns=CARD_COLUMNS,
@@ -209,10 +233,9 @@ def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
     They evaluate the model after `step` steps with the flags of `make_eval_flags`, export it, and train on (after the
     quickstart: train another recipe).
     """
-    task = get_variant_name("task", config.task)
     longer = [program_name(), "resume", str(run), "--steps", str(2 * config.steps)]
     return [
-        [program_name(), "eval", task, "--model", f"{run}@{step}", *make_eval_flags(config, config.batch.too_long)],
+        suggest_evaluation(config, run, step, config.batch.too_long),
         [program_name(), "export", str(run), f"{run.name}-model"],
         # The quickstart suggests the next recipe in place of more steps.
         [program_name(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,

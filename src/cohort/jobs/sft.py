@@ -15,7 +15,7 @@ from cohort.data.pack import make_batch
 from cohort.evaluation.records import Evaluation
 from cohort.examples.encode import EncodedExamples
 from cohort.jobs.base import TrainingJob
-from cohort.jobs.task_eval import TaskEvaluator, make_eval_flags
+from cohort.jobs.task_eval import TaskEvaluator, describe_no_rows, notice_if_fewer_problems, suggest_evaluation
 from cohort.loops import sft
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
@@ -77,10 +77,18 @@ class SFTJob(TrainingJob):
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
         for line in self.encoded.describe():
             run.show_notice("rows", line)
-        if self.evaluator is not None and (notice := self.evaluator.notice_if_fewer_problems()):
+        if notice := self.notice_if_fewer_problems():
             run.show_notice("evaluation", notice)
         self.record_changed_grader(run, self.config.task)
+        if self.evaluator is not None:
+            self.evaluator.scorer.keep_outcomes(run.directory.outcomes)
         sft.train(run, self.learner, self.make_batch, self.groups)
+
+    def notice_if_fewer_problems(self) -> str:
+        """Returns a notice if the run's task has fewer held-out rows than eval.problems asks for, or none; else ""."""
+        if self.config.task is None:
+            return ""
+        return notice_if_fewer_problems(self.config, 0 if self.evaluator is None else self.evaluator.num_rows)
 
     @stage("examples")
     def make_batch(self, step: int) -> Batch:
@@ -115,6 +123,7 @@ class SFTJob(TrainingJob):
                 ("learning rate", "lr"),
             ),
             left_out=tuple(self.encoded.describe()),
+            not_evaluated=describe_no_rows(self.config) if self.config.task and self.evaluator is None else "",
         )
 
     def _describe_data(self) -> str:
@@ -129,12 +138,12 @@ class SFTJob(TrainingJob):
         train on.
         """
         c = self.config
-        task, flags = "arithmetic", []
+        evaluation = [[program_name(), "eval", "arithmetic", "--model", f"{run}@{step}"]]
         if c.task is not None:
-            task = get_variant_name("task", c.task)
-            flags = make_eval_flags(c, getattr(c.data, "too_long", "error"))
+            too_long = getattr(c.data, "too_long", "error")
+            evaluation = [] if self.evaluator is None else [suggest_evaluation(c, run, step, too_long)]
         return [
-            [program_name(), "eval", task, "--model", f"{run}@{step}", *flags],
+            *evaluation,
             [program_name(), "export", str(run), f"{run.name}-model"],
             [program_name(), "resume", str(run), "--steps", str(2 * self.config.steps)],
         ]

@@ -1,20 +1,24 @@
-"""The accuracy of a task in a run: its problems, and the engine and scoring workers that answer and grade them."""
+"""Evaluations of a task in a run: its problems, and the engine and scoring workers that answer and grade them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from cohort.config.document import get_variant_name
 from cohort.config.engines import NativeEngine
 from cohort.config.flags import collect_settings, format_setting
 from cohort.config.imitation import DPO, SFT
 from cohort.config.kinds import RL
 from cohort.config.options import CONVERSATION_OPTIONS
-from cohort.config.schema import Conversation
+from cohort.config.schema import Conversation, EvalConfig
 from cohort.engines.factory import EngineModel, make_engine
 from cohort.engines.sync import WeightSync
-from cohort.errors import ConfigError
+from cohort.errors import CohortError, ConfigError
+from cohort.evaluation.coefficients import format_coefficients, list_coefficients
 from cohort.evaluation.evaluate import describe_sampling, digest_rows
 from cohort.evaluation.evaluate import evaluate as run_evaluation
 from cohort.evaluation.records import EvalSetting, Evaluation
@@ -23,9 +27,10 @@ from cohort.models.files import LoadedModel
 from cohort.rollout.episode import EpisodeSettings
 from cohort.rollout.producer import Producer
 from cohort.rollout.settings import describe_conversation, make_conversation_rules, make_conversation_turns
-from cohort.scoring.pool import ScoringPool
+from cohort.run.machine import program_name
+from cohort.scoring.base import Pool
 from cohort.scoring.start import start_scorer
-from cohort.tasks.base import check_packages, has_conversations
+from cohort.tasks.base import check_packages, has_conversations, has_rows
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.stream import TaskStream
 from cohort.text import PromptRenderer, Tokenizer
@@ -53,7 +58,7 @@ class TaskProblems:
 
 
 def read_problems(config: SFT | DPO, model: LoadedModel, tokenizer: Tokenizer) -> TaskProblems | None:
-    """Returns the problems of the config's task, of the split in `eval.split`; None if it has no task.
+    """Returns the problems of the config's task, of the split in `eval.split`; None if it has no task, or no test rows.
 
     Raises ConfigError if no prompt has room in the model's context, and TaskError if one has none and may not be left
     out (`data.too_long`).
@@ -62,6 +67,8 @@ def read_problems(config: SFT | DPO, model: LoadedModel, tokenizer: Tokenizer) -
     if task is None:
         return None
     check_packages(task)
+    if config.eval.split == "test" and not has_rows(task, "test"):
+        return None
     wanted = config.sampling.max_tokens
     room = model.config.context - (wanted or 1)
     if room < 1:
@@ -103,7 +110,7 @@ class TaskEvaluator:
     problems: TaskProblems
     producer: Producer
     sync: WeightSync
-    scorer: ScoringPool
+    scorer: Pool
     grader: str  # digest of the code that scores, as it was at the start
     tokenizer: Tokenizer
 
@@ -118,10 +125,10 @@ class TaskEvaluator:
             self.config, self.producer, self.problems.prompts, left_out, self.grader, self.tokenizer, step
         )
 
-    def notice_if_fewer_problems(self) -> str:
-        """Returns a notice for the user if the task has fewer rows than eval.problems asks for; else ""."""
-        num = len(self.problems.prompts) + self.problems.stream.num_skipped
-        return notice_if_fewer_problems(self.config, num)
+    @property
+    def num_rows(self) -> int:
+        """The number of held-out rows, those with too long prompts included."""
+        return len(self.problems.prompts) + self.problems.stream.num_skipped
 
     def close(self) -> None:
         """Ends the scoring workers and the engine."""
@@ -143,7 +150,8 @@ def make_evaluator(
     engine = make_engine(NativeEngine(), subject)
     # The limits of conversations are the default ones: such a run has no settings of turns.
     turns = Conversation() if has_conversations(config.task) else None
-    scorer = start_scorer(config.task, rules=None if turns is None else make_conversation_rules(turns, tokenizer))
+    rules = None if turns is None else make_conversation_rules(turns, tokenizer)
+    scorer = start_scorer(config.task, config.scoring, rules=rules)
     settings = EpisodeSettings(
         sampling=problems.sampling,
         group_size=config.eval.samples,
@@ -201,6 +209,7 @@ def evaluate_problems(
         seed=c.seed,
         step=step,
         turns=_describe_turns(producer),
+        reward=list_coefficients(c.task, producer.settings.coefficients),
     )
     return run_evaluation(producer, problems, setting, lambda p: tokenizer.spell(p.tokens), then="resume the run")
 
@@ -215,7 +224,12 @@ def _describe_turns(producer: Producer) -> str:
 
 
 def notice_if_fewer_problems(config: RL | SFT | DPO, num: int) -> str:
-    """Returns a notice for the user if the task has fewer held-out rows, `num`, than eval.problems; else ""."""
+    """Returns a notice for the user if the task has fewer held-out rows, `num`, than eval.problems; else "".
+
+    Without any it says that nothing is evaluated, and which settings therefore have no effect.
+    """
+    if not num:
+        return f"{describe_no_rows(config)}; --eval.split validation cuts some from the training rows"
     if num >= config.eval.problems:
         return ""
     return (
@@ -224,12 +238,43 @@ def notice_if_fewer_problems(config: RL | SFT | DPO, num: int) -> str:
     )
 
 
+def describe_no_rows(config: RL | SFT | DPO) -> str:
+    """Returns that a run without test rows is not evaluated, with the settings that therefore have no effect."""
+    names = ("every", "problems", "samples", "temperature", "turns")
+    idle = [name for name in names if getattr(config.eval, name) != getattr(EvalConfig(), name)]
+    settings = ", ".join(f"eval.{name} = {getattr(config.eval, name)}" for name in idle)
+    verb = "has" if len(idle) == 1 else "have"
+    return "no test rows: nothing is evaluated" + (f", so {settings} {verb} no effect" if idle else "")
+
+
+def suggest_evaluation(config: RL | SFT | DPO, run: Path, step: int, too_long: str) -> list[str]:
+    """Returns the command that evaluates the model after `step` steps of the run in `run`, which was evaluated.
+
+    It is on the test rows or, if the task has none, on the validation split of the run.
+    """
+    flags = make_eval_flags(config, too_long)
+    if config.eval.split == "validation" and not _may_have_test_rows(config.task):
+        flags += ["--split", "validation"]
+        if config.eval.validation_share != EvalConfig().validation_share:
+            flags += ["--validation-share", str(config.eval.validation_share)]
+    task = get_variant_name("task", config.task)
+    return [program_name(), "eval", task, "--model", f"{run}@{step}", *flags]
+
+
+def _may_have_test_rows(task: Any) -> bool:
+    """Returns whether a task has test rows, or they cannot be read now, as those of a hub without a network."""
+    try:
+        return has_rows(task, "test")
+    except CohortError:
+        return True
+
+
 def make_eval_flags(config: RL | SFT | DPO, too_long: str) -> list[str]:
     """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
 
-    They are template, system prompt, temperature, limit of tokens, stop texts, limits of conversations and settings of
-    the task, each only if it differs from the default. `too_long` says what becomes of prompts that are too long. The
-    numbers of problems and samples are left out.
+    They are template, system prompt, temperature, limit of tokens, stop texts, limits of conversations, coefficients of
+    a reward without an accuracy, and settings of the task, each only if it differs from the default. `too_long` says
+    what becomes of prompts that are too long. The numbers of problems and samples are left out.
     """
     flags = []
     if config.template != "chat":
@@ -244,6 +289,9 @@ def make_eval_flags(config: RL | SFT | DPO, too_long: str) -> list[str]:
         flags += ["--max-tokens", str(config.sampling.max_tokens)]
     if config.sampling.stop:
         flags += format_setting("stop", config.sampling.stop)
+    coefficients = list_coefficients(config.task, getattr(config, "reward", {}))
+    if any(value != 1.0 for value in coefficients.values()):
+        flags += ["--reward", *format_coefficients(coefficients).split()]
     if isinstance(turns := getattr(config, "turns", None), Conversation):
         for option, name in CONVERSATION_OPTIONS.items():
             value = getattr(turns, name)

@@ -12,7 +12,7 @@ from cohort.evaluation.records import Evaluation
 from cohort.logs.view import Header, StepReport, Summary
 
 # Fields of the header that are not printed, because the run directory has all of them.
-_OMITTED = ("curve", "values", "has_evaluation", "evaluations", "config")
+_OMITTED = ("curve", "values", "has_evaluation", "measured", "evaluations", "config")
 
 
 class JsonView:
@@ -48,8 +48,8 @@ class JsonView:
     def finish(self, summary: Summary) -> None:
         """Prints a line of the kind "finish": run directory, steps, seconds, whether complete, held-out accuracy.
 
-        "before" is the accuracy of the first evaluation, "after" that of the last; null if not evaluated. "before" is
-        also null if the two have different graders.
+        "before" is the accuracy, or mean reward, of the first evaluation, "after" that of the last; null if not
+        evaluated. "before" is also null if the two have different graders.
         """
         first, last = summary.first, summary.last
         self._write(
@@ -59,8 +59,8 @@ class JsonView:
             num_steps=summary.num_steps,
             seconds=summary.seconds,
             complete=summary.complete,
-            before=first.accuracy if first and last and first.setting.grader == last.setting.grader else None,
-            after=last.accuracy if last else None,
+            before=first.value if first and last and first.setting.grader == last.setting.grader else None,
+            after=last.value if last else None,
         )
 
     def close(self) -> None:

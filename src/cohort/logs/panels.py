@@ -16,6 +16,7 @@ from rich.text import Text
 from cohort.evaluation.records import Evaluation
 from cohort.logs.curve import draw_braille, find_bounds, find_cell
 from cohort.logs.escape import escape_line, escape_text
+from cohort.logs.legend import list_task_rewards
 from cohort.logs.numbers import compute_stage_shares, format_compact, format_duration, format_tokens_per_second
 from cohort.logs.view import Header, Showcase
 from cohort.logs.wrapping import wrap_words
@@ -93,7 +94,7 @@ def draw_curve(
     characters; axis labels, a caption and the border come on top.
     """
     points = [(float(step), value) for step, value in sorted(values.items())]
-    dots = [(float(e.step), e.accuracy) for e in evaluations]
+    dots = [(float(e.step), e.value) for e in evaluations]
     x, y = (0.0, float(max(1, header.num_steps))), find_bounds([value for _, value in points + dots])
     lines = [list(line) for line in draw_braille(points, width, height, x, y)]
     marks = {(height - 1 - find_cell(v, y, height), find_cell(s, x, width)) for s, v in dots if math.isfinite(v)}
@@ -111,7 +112,7 @@ def draw_curve(
         text.append("\n" if row < height - 1 else "")
     caption = Text.assemble(("━ ", ACCENT), (f"{header.curve.label}  ", CALM))
     if header.has_evaluation:
-        caption.append("● ", style=GOOD).append("held-out accuracy", style=CALM)
+        caption.append("● ", style=GOOD).append(header.measured, style=CALM)
     return Panel(Group(text, caption), box=box.ROUNDED, border_style=CALM, padding=(0, 1))
 
 
@@ -129,8 +130,9 @@ def draw_numbers(
     if evaluations:
         a, b = evaluations[0], evaluations[-1]
         is_comparable = len(evaluations) > 1 and a.setting.grader == b.setting.grader
-        shown = f"{a.accuracy:.2f} → {b.accuracy:.2f}" if is_comparable else f"{b.accuracy:.2f}"
+        shown = f"{a.value:.2f} → {b.value:.2f}" if is_comparable else f"{b.value:.2f}"
         rows.append(("held-out", Text(shown, style=f"bold {GOOD}")))
+    rows += [(label, Text(format_compact(reward))) for label, reward in list_task_rewards(metrics)]
     if speed := format_tokens_per_second(metrics):
         rows.append(("tokens/s", Text(speed, style="bold")))
     for label, name in _NUMBERS:

@@ -6,7 +6,7 @@ from typing import TextIO
 
 from cohort.evaluation.records import Evaluation
 from cohort.logs.escape import escape_line
-from cohort.logs.legend import STEP_LINE
+from cohort.logs.legend import STEP_LINE, list_task_rewards
 from cohort.logs.numbers import format_compact, format_duration, format_tokens_per_second
 from cohort.logs.view import Header, StepReport, Summary
 
@@ -36,6 +36,7 @@ class PlainView:
             for name, (label, _) in STEP_LINE.items()
             if name in report.metrics
         ]
+        fields += [f"{label} {format_compact(value)}" for label, value in list_task_rewards(report.metrics)]
         if speed := format_tokens_per_second(report.metrics):
             fields.append(f"{speed} tok/s")
         if "time/step" in report.metrics:
@@ -44,10 +45,11 @@ class PlainView:
         self._write("  ".join(fields))
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
-        """Prints one line with the held-out accuracy and its 95% interval."""
+        """Prints one line with the held-out accuracy or reward and its 95% interval."""
+        own = ", ".join(f"{label} {value:.3f}" for label, value in evaluation.accuracies.items())
         self._write(
-            f"held-out accuracy {evaluation.accuracy:.3f} ({evaluation.low:.3f} to {evaluation.high:.3f})"
-            f" at step {evaluation.step}, {evaluation.setting.num_problems} problems"
+            f"{evaluation.title} {evaluation.value:.3f} ({evaluation.format_interval()})"
+            f" at step {evaluation.step}, {evaluation.setting.num_problems} problems{own and f': {own}'}"
         )
 
     def show_event(self, step: int, kind: str, text: str) -> None:

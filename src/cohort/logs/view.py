@@ -33,6 +33,7 @@ class Header:
     curve: Curve = field(default_factory=Curve)
     values: dict[int, float] = field(default_factory=dict)  # of the curve's metric, by step already done
     has_evaluation: bool = True
+    measured: str = "held-out accuracy"  # what evaluations measure, in words
     evaluations: list[Evaluation] = field(default_factory=list)  # already done
     name: str = ""  # of the run
     config: dict[str, Any] = field(default_factory=dict)  # all settings as in config.yaml, nothing secret
@@ -83,8 +84,8 @@ class Summary:
     def format_lines(self) -> list[str]:
         """Returns the closing lines of a run, which are the same on the terminal and in the run card.
 
-        They say how to continue the run if it is not complete, the held-out accuracy if it was evaluated (first and
-        last with intervals, if there are two by the same grader), and the run directory.
+        They say how to continue the run if it is not complete, the held-out accuracy or reward if it was evaluated
+        (first and last with intervals, if there are two by the same grader), and the run directory.
         """
         lines: list[str] = []
         if not self.complete:
@@ -97,7 +98,7 @@ class Summary:
         return lines
 
     def _format_accuracy(self) -> list[str]:
-        """Returns the lines about the held-out accuracy; [] if nothing was evaluated.
+        """Returns the lines about the held-out accuracy or reward; [] if nothing was evaluated.
 
         They name the steps if the last step was not evaluated. The first and the last evaluation are shown together
         only if they have the same grader.
@@ -108,13 +109,13 @@ class Summary:
         if not self.is_comparable:
             why = f"; no comparison with step {a.step}, because the grader has changed in between"
             is_other = a.setting.grader != b.setting.grader
-            return [f"held-out accuracy {b.accuracy:.2f} at step {b.step}{why if is_other else ''}"]
+            return [f"{b.title} {b.value:.2f} at step {b.step}{why if is_other else ''}"]
         is_old = b.step < self.step
         steps = [f" at step {e.step}" if is_old else "" for e in (a, b)]
         late = f"; step {self.step} is not evaluated" if is_old else ""
         return [
-            f"held-out accuracy {a.accuracy:.2f}{steps[0]} -> {b.accuracy:.2f}{steps[1]}{late}",
-            f"95% intervals {a.low:.3f} to {a.high:.3f} -> {b.low:.3f} to {b.high:.3f},"
+            f"{b.title} {a.value:.2f}{steps[0]} -> {b.value:.2f}{steps[1]}{late}",
+            f"95% intervals {a.format_interval()} -> {b.format_interval()},"
             f" {b.setting.num_problems} problems x {b.setting.num_samples}",
         ]
 

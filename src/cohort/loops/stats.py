@@ -78,7 +78,7 @@ def compute_rollout_metrics(groups: Sequence[Group], credit: CreditRule = WHOLE_
     metrics["tokens/prompt"] = sum(len(g.prompt.tokens) for g in groups)
     if max(turns := [s.num_turns for s in samples]) > 1:
         metrics["turns/mean"] = _mean(turns)
-    metrics |= _count_calls(samples)
+    metrics |= _count_calls(samples) | _compute_task_metrics(groups, credit)
     # Only truncated sampling (top-p, top-k, min-p) records it: the probability of the tokens that could be drawn.
     if kept := [mass for s in samples for mass in s.kept_mass]:
         metrics["sampling/kept_mass"] = _mean(kept)
@@ -157,6 +157,30 @@ def _compute_reward_metrics(scored: list[Sample]) -> dict[str, float]:
         for name, value in sample.parts.items():
             parts[name].append(value)
     return metrics | {f"reward/{name}": _mean(values) for name, values in sorted(parts.items())}
+
+
+def _compute_task_metrics(groups: Sequence[Group], credit: CreditRule) -> dict[str, float]:
+    """Returns metrics of each task of a mixture, by names that end in the task's label; {} if the groups are of none.
+
+    They are the mean reward and accuracy, the share of dead groups, the mean length and the number of samples. The
+    accuracy of a mixture is the part "correct".
+    """
+    metrics: dict[str, float] = {}
+    # The ids of a mixture's rows begin with the label.
+    mixed = [group for group in groups if group.prompt.id.startswith(f"{group.prompt.task}/")]
+    for label in sorted({group.prompt.task for group in mixed}):
+        own = [group for group in mixed if group.prompt.task == label]
+        samples = [sample for group in own for sample in group.samples]
+        scored = [sample for sample in samples if sample.reward is not None and not sample.failure]
+        if scored:
+            metrics[f"reward/mean/{label}"] = _mean([sample.reward for sample in scored if sample.reward is not None])
+        if scored and all("correct" in sample.parts for sample in scored):
+            metrics[f"reward/correct/{label}"] = _mean([sample.parts["correct"] for sample in scored])
+        metrics[f"groups/dead/{label}"] = sum(map(credit.is_dead, own)) / len(own)
+        if samples:
+            metrics[f"length/mean/{label}"] = _mean([sample.num_sampled for sample in samples])
+        metrics[f"samples/of/{label}"] = float(len(samples))
+    return metrics
 
 
 def _compute_length_metrics(samples: list[Sample]) -> dict[str, float]:

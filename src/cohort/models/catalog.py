@@ -392,12 +392,13 @@ def _describe_size(folder: Path) -> str:
 def notice_if_not_taught(model: str, task: str) -> str:
     """Returns a notice for the user if `model` is the bundled one and the task is not one it was taught; else "".
 
-    A task of the user's own may well ask for sums, so the notice does not say that the model cannot do it.
+    A task of the user's own may well ask for sums, so the notice does not say that the model cannot do it. The tasks of
+    a mixture are asked about one by one.
 
     >>> notice_if_not_taught("tiny", "arithmetic"), notice_if_not_taught("tiny", "gsm8k")[:40]
     ('', 'the bundled model tiny was taught sums a')
     """
-    if model != "tiny" or task in TINY_TASKS:
+    if model != "tiny" or task in (*TINY_TASKS, "mix"):
         return ""
     return (
         f"the bundled model tiny was taught sums and Countdown only: if the rewards of {task} stay 0, choose another "

@@ -10,6 +10,7 @@ from pathlib import Path
 from cohort.config.names import get_current_metric_name
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunError, suggest_name
+from cohort.evaluation.records import ACCURACY, REWARD
 from cohort.logs.escape import escape_line
 from cohort.logs.legend import STEP_LINE
 from cohort.plot.chart import WIDTH, Chart
@@ -17,7 +18,6 @@ from cohort.plot.endings import explain_endings
 from cohort.plot.labels import describe_run
 from cohort.plot.page import Page, draw_page
 from cohort.plot.series import (
-    ACCURACY,
     EVALUATIONS,
     CurveOptions,
     Point,
@@ -36,15 +36,21 @@ FILE = "curves.svg"
 
 ALL = "all"
 # What is shown where nothing is chosen: of runs with rewards, and of others.
-_RL_METRICS = (ACCURACY, "reward/mean", "length/mean", "entropy", "grad_norm", "sampler_gap/mean", "kl/ref")
+_RL_METRICS = (ACCURACY, REWARD, "reward/mean", "length/mean", "entropy", "grad_norm", "sampler_gap/mean", "kl/ref")
 _SFT_METRICS = (
-    *(ACCURACY, "loss", "eval/loss", "reward/margin", "eval/reward/margin", "reward/accuracy"),
+    *(ACCURACY, REWARD, "loss", "eval/loss", "reward/margin", "eval/reward/margin", "reward/accuracy"),
     *("reward/chosen", "reward/rejected", "perplexity", "grad_norm", "lr"),
 )
-_TITLES = {ACCURACY: "held-out accuracy", "eval/loss": "held-out loss", "eval/reward/margin": "held-out margin"}
+_TITLES = {
+    ACCURACY: "held-out accuracy",
+    REWARD: "held-out reward",
+    "eval/loss": "held-out loss",
+    "eval/reward/margin": "held-out margin",
+}
 # Meanings of metrics that are not in the line of a step.
 _MEANINGS = {
     ACCURACY: "share of held-out problems that are solved",
+    REWARD: "mean reward of answers to held-out problems",
     "eval/mean_tokens": "mean tokens per answer to a held-out problem",
     "sampler_gap/mean": "mean difference of sampler's and learner's log-probs; tiny is right",
     "kl/ref": "KL to the reference policy, nats per token",
@@ -159,7 +165,7 @@ def explain_metric(name: str, width: float = WIDTH - 12) -> str:
 
 
 def _explain_for_runs(name: str, runs: Sequence[RunSeries]) -> str:
-    """Returns what a metric means in these runs: what the bars of an accuracy are, and which loss it is."""
+    """Returns what a metric means in these runs: what the bars of an evaluation are, and which loss it is."""
     has_intervals = any(run.values.get(f"{name}_low") for run in runs)
     if name == ACCURACY and has_intervals:
         if any(run.ranges for run in runs):
@@ -168,6 +174,8 @@ def _explain_for_runs(name: str, runs: Sequence[RunSeries]) -> str:
         is_of_pairs = all("reward/margin" in run.values for run in runs)
         meaning = "share of held-out pairs ranked right" if is_of_pairs else explain_metric(ACCURACY)
         return f"{meaning}; 95% intervals"
+    if name == REWARD and has_intervals:
+        return f"{explain_metric(REWARD)}; 95% intervals"
     if name == "loss" and not any("reward/mean" in run.values for run in runs):
         return "loss on the given answers"
     return explain_metric(name)
@@ -183,7 +191,7 @@ def draw_runs(runs: Sequence[RunSeries], options: PictureOptions) -> str:
     if window > 1:
         notes.append(f"thick: mean over {window} steps; thin: every step")
     if any(point.after_gap for chart in charts for series in chart.series for point in series.points):
-        notes.append("at a gap of an accuracy its grader has changed, so both sides cannot be compared")
+        notes.append("at a gap of an evaluation its grader has changed, so both sides cannot be compared")
     labels = [run.label for run in runs]
     page = Page(
         title=options.title,

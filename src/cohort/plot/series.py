@@ -18,7 +18,6 @@ from cohort.plot.smooth import smooth_series
 from cohort.run.store.reader import Reader
 from cohort.system.json_text import read_json_file
 
-ACCURACY = "eval/accuracy"
 EVALUATIONS = "eval/"  # how names of metrics of evaluations begin
 # A metric with these endings beside another one has the ends of its 95% interval.
 _LOW, _HIGH = "_low", "_high"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from cohort.recipes import (
     arithmetic,
     calculator,
+    code,
     countdown,
     gsm8k,
     ifeval,
@@ -23,6 +24,7 @@ __all__ = [
     "RECIPES",
     "arithmetic",
     "calculator",
+    "code",
     "countdown",
     "gsm8k",
     "ifeval",

@@ -20,6 +20,8 @@ from cohort.config.schema import (
 from cohort.recipes.registry import recipe
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
+from cohort.tasks.mix import Mix
+from cohort.tasks.reasoning_gym.task import make_task
 
 
 @recipe
@@ -56,6 +58,34 @@ def tiny_lora() -> RL:
 def tiny_countdown() -> RL:
     """Countdown with the bundled model: reach a target from three or four numbers, in 150 steps."""
     return replace(quickstart(), steps=150, task=Countdown(), sampling=SamplingConfig(max_tokens=192))
+
+
+@recipe
+def tiny_mix() -> RL:
+    """Sums and Countdown with three numbers in one run, with the bundled model: two of three prompts are Countdown."""
+    return replace(
+        quickstart(),
+        steps=40,
+        task=Mix(tasks=("arithmetic", 'countdown{"max_numbers": 3}'), shares=(1.0, 2.0)),
+        sampling=SamplingConfig(max_tokens=96),
+    )
+
+
+@recipe
+def tiny_reasoning_gym() -> RL:
+    """Sums of the package reasoning-gym with the bundled model; needs pip install 'cohort[reasoning-gym]'."""
+    # The bundled model was taught sums without parentheses, of at most three terms and two digits, and no instructions.
+    task = make_task(
+        dataset="basic_arithmetic",
+        max_terms=3,
+        max_digits=2,
+        operators=("+", "-"),
+        allow_parentheses=False,
+        instructions="none",
+        train_size=4_000,
+        test_size=500,
+    )
+    return replace(quickstart(), steps=60, task=task, reward={})
 
 
 @recipe

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from cohort.engines.base import Request
 from cohort.tasks.environment import Past, compute_total_reward
@@ -27,6 +28,14 @@ class LaterTurns:
     the beginning of the policy's next turn."""
     stop_ids: tuple[int, ...] = ()  # the tokens with which the policy may end its turn
     has_calls: bool = False  # whether the policy may call tools
+
+    def name_failed(self, failure: str) -> str:
+        """Returns why a sample failed. Where there are tools or an environment, these may have failed and not a grader.
+
+        >>> LaterTurns(max_tokens=1, encode_replies=len, has_calls=True).name_failed("the grader raised ValueError")
+        'the environment, a tool or the grader raised ValueError'
+        """
+        return failure.replace("the grader", "the environment, a tool or the grader", 1) if self.has_calls else failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +69,14 @@ class EpisodeSettings:
         return compute_total_reward(parts, self.coefficients)
 
 
+class AfterTurn(Enum):
+    """What follows the outcome of a turn."""
+
+    NEXT_TURN = auto()  # the policy has another turn
+    CLOSE = auto()  # no token has room, and there is no reward yet: the scorer is asked to close the episode
+    END = auto()  # the sample is complete
+
+
 def _make_empty_sample() -> Sample:
     """Returns a sample without tokens, which an episode begins with."""
     return Sample(tokens=[], provenance=[], sampler_logprobs=[])
@@ -76,7 +93,7 @@ class Episode:
     history: list[Message] = field(default_factory=list)  # the finished turns after the prompt
     answers: list[Answer] = field(default_factory=list)  # one per turn of the policy
     earned: list[float] = field(default_factory=list)  # rewards of the turns alone, one per turn
-    calls: Counter[str] = field(default_factory=Counter)  # calls of tools, by outcome
+    calls: list[Counter[str]] = field(default_factory=list)  # calls of tools by outcome, one per turn
 
     @property
     def num_allowed(self) -> int:
@@ -135,6 +152,13 @@ class Episode:
         self.answers.append(answer)
         return answer
 
+    def settle(self, outcome: Outcome) -> AfterTurn:
+        """Takes over the outcome of the newest turn, and the environment's replies. Returns what comes next."""
+        self.add_outcome(outcome)
+        if not outcome.failure and self.add_replies(outcome.replies):
+            return AfterTurn.NEXT_TURN
+        return AfterTurn.CLOSE if outcome.replies and not outcome.parts else AfterTurn.END
+
     def add_outcome(self, outcome: Outcome) -> None:
         """Stores a grader's outcome of the newest turn in the sample: reward, reward parts, reason and failure.
 
@@ -145,19 +169,20 @@ class Episode:
         # The answer was too much work for the grader. A worker that plays the episode again gets this one in its place.
         if outcome.stand_in is not None:
             self.answers[-1] = outcome.stand_in
-        sample = self.sample
+        sample, later_turns = self.sample, self.settings.later_turns
         sample.parts = dict(outcome.parts)
         sample.reason = outcome.reason
-        sample.failure = outcome.failure
+        sample.failure = outcome.failure if later_turns is None else later_turns.name_failed(outcome.failure)
         self.earned += [0.0] * (len(self.answers) - len(self.earned))
         self.earned[-1] += outcome.earned
-        self.calls.update(outcome.calls)
-        later_turns = self.settings.later_turns
+        self.calls += [Counter() for _ in range(len(self.answers) - len(self.calls))]
+        self.calls[-1].update(outcome.calls)
         if outcome.crashed and later_turns is not None and later_turns.has_calls:
-            self.calls["crash"] += 1
-        sample.calls = dict(self.calls)
+            self.calls[-1]["crash"] += 1
+        sample.calls = self.count_calls()
         if len(self.answers) > 1:
             sample.messages = list(self.history)
+            sample.turn_calls = [dict(calls) for calls in self.calls]
         if outcome.ending:
             sample.finish = Finish(outcome.ending)
         # A failure is not a reward of 0: it says nothing about the answer.
@@ -168,6 +193,13 @@ class Episode:
         sample.reward = last + math.fsum(self.earned)
         if any(self.earned):
             sample.turn_rewards = [*self.earned[:-1], self.earned[-1] + last]
+
+    def count_calls(self) -> dict[str, int]:
+        """Returns the calls of tools in all turns so far, by outcome."""
+        total: Counter[str] = Counter()
+        for calls in self.calls:
+            total.update(calls)
+        return dict(total)
 
     def add_replies(self, replies: Sequence[Message]) -> bool:
         """Appends the environment's replies to `sample` and `history`. Returns whether the policy has another turn.
@@ -222,6 +254,7 @@ def make_answer(prompt: Prompt, turn: Sample, history: Sequence[Message] = ()) -
         full=full,
         finish=str(turn.finish),
         num_tokens=len(turn.tokens),
+        tokens=turn.tokens,
         conversation=[*before, *history, {"role": "assistant", "content": full}],
     )
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from cohort.engines.base import POLL_TIMEOUT, Engine, Event
 from cohort.errors import EngineError, TrainingStopped
 from cohort.fates import Fate
-from cohort.rollout.episode import Episode, EpisodeSettings
+from cohort.rollout.episode import AfterTurn, Episode, EpisodeSettings
 from cohort.rollout.ledger import Ledger, Status
 from cohort.system.clock import stage
 from cohort.tasks.environment import Past
@@ -54,6 +54,10 @@ SamplePlace = tuple[int, int]
 class Scorer(Protocol):
     """The part of a scoring pool that a producer uses."""
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the answers of a group must be submitted together."""
+
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None, closing: str = "") -> None:
         """Queues an answer for scoring; `poll` returns its outcome later. `past` has earlier answers of the episode.
 
@@ -63,8 +67,11 @@ class Scorer(Protocol):
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
         """Returns (id, outcome) of newly scored answers, each once. Waits up to `timeout` seconds for the first."""
 
+    def submit_group(self, id: str, row: Row, answers: Sequence[Answer]) -> None:
+        """Queues all answers of a group, to be scored together; `poll` returns the outcome of number i as "ID/i"."""
+
     def drop(self, id: str) -> None:
-        """Gives up the answer with this id: `poll` will not return its outcome."""
+        """Gives up the answer or group with this id: `poll` will not return its outcome."""
 
 
 def count_needed_prompts(verdicts: Sequence[bool | None], num: int) -> int:
@@ -122,6 +129,7 @@ class _OpenGroup:
     prompt: Prompt
     episodes: list[Episode]  # one per sample
     missing: int  # episodes that have not ended
+    num_unanswered: int  # episodes that have no answer yet, where groups are scored together
 
 
 class Producer:
@@ -279,9 +287,11 @@ class Producer:
                 id = f"{number}/{index}"
                 if id in self._sampling:
                     self.engine.abort(id)
-                elif id in self._scoring:
+                elif id in self._scoring and not self.scorer.scores_groups:
                     self.scorer.drop(id)
                 self._ended.append((number, index))
+            if self.scorer.scores_groups:
+                self.scorer.drop(str(number))
             self.ledger.advance(self._prompts[number], Status.WAITING)
         ids = {f"{number}/{index}" for number in late for index in range(self.settings.group_size)}
         self._sampling -= ids
@@ -301,6 +311,7 @@ class Producer:
                 prompt=prompt,
                 episodes=[Episode(prompt=prompt, index=i, settings=self.settings) for i in range(size)],
                 missing=size,
+                num_unanswered=size,
             )
             self._ready += [(number, i) for i in range(size)]
 
@@ -317,12 +328,11 @@ class Producer:
                 number, index = map(int, id.split("/"))
                 group = self._groups[number]
                 episode = group.episodes[index]
-                episode.add_outcome(outcome)
-                if not outcome.failure and episode.add_replies(outcome.replies):
+                move = episode.settle(outcome)
+                if move is AfterTurn.NEXT_TURN:
                     self._ready.append((number, index))
                     continue
-                # No room is left for the next turn, and the environment has given no reward yet.
-                if outcome.replies and not outcome.parts:
+                if move is AfterTurn.CLOSE:
                     self._scoring.add(id)
                     past = episode.make_past()
                     self.scorer.submit(id, group.prompt.row, episode.answers[-1], past, closing=str(Finish.TOTAL))
@@ -399,7 +409,12 @@ class Producer:
         answer = episode.add_turn(turn)
         self._sampling.discard(id)
         self._scoring.add(id)
-        self.scorer.submit(id, group.prompt.row, answer, episode.make_past())
+        if not self.scorer.scores_groups:
+            self.scorer.submit(id, group.prompt.row, answer, episode.make_past())
+            return
+        group.num_unanswered -= 1
+        if not group.num_unanswered:
+            self.scorer.submit_group(str(number), group.prompt.row, [e.answers[-1] for e in group.episodes])
 
 
 class SilenceMonitor:
@@ -445,5 +460,5 @@ def stop_if_many_failed(failures: Sequence[str], num_samples: int, then: str) ->
     if len(failures) > MAX_FAILED_SHARE * num_samples:
         raise TrainingStopped(
             f"{len(failures)} of {num_samples} samples could not be scored, which is more than {MAX_FAILED_SHARE:.0%}. "
-            f"The first reason: {failures[0]}. Repair the grader, then {then}."
+            f"The first reason: {failures[0]}. Repair that, then {then}."
         )

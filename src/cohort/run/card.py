@@ -86,15 +86,21 @@ def _render_results(data: CardData) -> str:
         e = data.evaluations[-1]
         lines += [
             "",
-            f"Held-out accuracy: task `{e.setting.task}`, split `{e.setting.split}`, {e.setting.num_problems} problems,"
+            f"H{e.title[1:]}: task `{e.setting.task}`, split `{e.setting.split}`, {e.setting.num_problems} problems,"
             f" {e.setting.num_samples} sample(s) each, 95% intervals.",
         ]
         pairs = pairwise(data.evaluations)
         if changes := [(a.step, b.step) for a, b in pairs if a.setting.grader != b.setting.grader]:
             where = ", ".join(f"steps {a} and {b}" for a, b in changes)
-            lines += ["", f"The grader has changed between {where}: accuracies before and after cannot be compared."]
+            many = "accuracies" if e.accuracy is not None else "rewards"
+            lines += ["", f"The grader has changed between {where}: {many} before and after cannot be compared."]
         rows = [_make_evaluation_row(e) for e in data.evaluations]
-        lines += ["", *_format_table(("step", "accuracy", "interval", "mean tokens", "finish"), rows)]
+        lines += ["", *_format_table(("step", e.measure, "interval", "mean tokens", "finish"), rows)]
+        if labels := list(data.evaluations[-1].accuracies):
+            own = [(e.step, *(f"{e.accuracies[label]:.3f}" for label in labels)) for e in data.evaluations]
+            lines += ["", "Accuracy of each task:", "", *_format_table(("step", *labels), own)]
+    if idle := data.description.not_evaluated:
+        lines += ["", f"{idle[0].upper()}{idle[1:]}."]
     held_out = [(name, data.series[f"eval/{name}"]) for name in _HELD_OUT if data.series.get(f"eval/{name}")]
     if held_out:
         steps = sorted({step for _, series in held_out for step in series})
@@ -185,9 +191,8 @@ def _format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list
 
 
 def _make_evaluation_row(e: Evaluation) -> tuple[object, ...]:
-    """Returns the cells of a row of the evaluation table: step, accuracy, interval, mean tokens and finish reasons."""
-    interval = f"{e.low:.3f} to {e.high:.3f}"
-    return e.step, f"{e.accuracy:.3f}", interval, f"{e.mean_tokens:.1f}", _format_shares(e.finishes)
+    """Returns a row of the evaluation table: step, accuracy or reward, interval, mean tokens and finish reasons."""
+    return e.step, f"{e.value:.3f}", e.format_interval(), f"{e.mean_tokens:.1f}", _format_shares(e.finishes)
 
 
 def _format_shares(finishes: Mapping[str, int]) -> str:

@@ -7,6 +7,7 @@ runs/2026-11-15-countdown-k3f9/
   rollouts/      one file per step
   checkpoints/   one folder per checkpoint
   eval/          one file per evaluation, with every answer
+  outcomes.jsonl  what an outside service said of answers; it only grows, see `cohort.scoring.journal`
   reference.safetensors  log-probabilities of a stored reference, see `cohort.jobs.reference`
   run.md         the run card
   curves.svg     the picture in the card, see `cohort.plot`
@@ -61,6 +62,7 @@ class RunDirectory:
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.eval = path / "eval"
+        self.outcomes = path / "outcomes.jsonl"
         self.card = path / "run.md"
         self._lock = Lock(path / ".lock")
 

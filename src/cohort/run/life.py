@@ -71,7 +71,9 @@ class Run:
         self.step = 0  # completed steps
         self.ended_by = ""  # why the run ends before its last step; "" = it does not
         self.evaluations: dict[int, Evaluation] = {}  # by step
-        self._accuracies: dict[int, float] = {}  # by step; also those of evaluations whose files were removed
+        self._accuracies: dict[
+            int, float
+        ] = {}  # or mean rewards, by step; also those of evaluations whose files were removed
         self._job = job
         self._stop_check = stop_check
         self._description = job.describe()
@@ -271,7 +273,7 @@ class Run:
         self.evaluations[number] = evaluation
         # Accuracies of another grader do not say which checkpoint is the best.
         others = self.evaluations.keys() - select_comparable(self.evaluations).keys()
-        accuracies = {**self._accuracies, number: evaluation.accuracy}
+        accuracies = {**self._accuracies, number: evaluation.value}
         self._accuracies = {step: accuracy for step, accuracy in accuracies.items() if step not in others}
         self._view.show_evaluation(evaluation)
         self._view.show_phase("training")
@@ -297,7 +299,7 @@ class Run:
         """Returns whether a checkpoint of the current step is due.
 
         It is due every `save.every` steps (0 = never), after the last step and, with `save.keep_best`, if this step has
-        the best held-out accuracy so far.
+        the best held-out accuracy or reward so far.
         """
         every = self.config.save.every
         number = self.step
@@ -370,6 +372,7 @@ class Run:
             curve=about.curve,
             values=values,
             has_evaluation=self._job.evaluate is not None,
+            measured=f"held-out {config.measure}",
             evaluations=list(self.evaluations.values()),
             name=self.directory.path.resolve().name,
             config=self.directory.dump_settings(),

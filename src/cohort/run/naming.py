@@ -75,8 +75,8 @@ def find_checkpoint(name: str) -> NamedCheckpoint | None:
 def choose_checkpoint(run: Path, which: str) -> NamedCheckpoint:
     """Returns the checkpoint of the run in the directory `run` that `which` names.
 
-    `which` is the number of a step, "best" (highest held-out accuracy; the earliest of equal ones) or "last". Raises
-    RunError if there is none, or if "best" is not known for lack of evaluations.
+    `which` is the number of a step, "best" (highest held-out accuracy or reward; the earliest of equal ones) or "last".
+    Raises RunError if there is none, or if "best" is not known for lack of evaluations.
     """
     steps = checkpoint.list_steps(run / "checkpoints")
     if not steps:
@@ -89,7 +89,7 @@ def choose_checkpoint(run: Path, which: str) -> NamedCheckpoint:
         return NamedCheckpoint(run=run, step=steps[-1])
     if which == "best":
         evaluations = select_comparable(load_evaluations(run))
-        best = find_best_step({step: evaluation.accuracy for step, evaluation in evaluations.items()})
+        best = find_best_step({step: evaluation.value for step, evaluation in evaluations.items()})
         if not best:
             raise RunError(
                 f"the run {run} has no evaluation of a trained model, so best cannot choose a checkpoint. {known}."
@@ -105,9 +105,9 @@ def choose_checkpoint(run: Path, which: str) -> NamedCheckpoint:
 
 
 def find_best_step(accuracies: Mapping[int, float]) -> int:
-    """Returns the step above 0 with the best held-out accuracy, the earliest of equal ones; 0 if there is none.
+    """Returns the step above 0 with the best held-out accuracy or reward, the earliest of equal ones; 0 = none.
 
-    `accuracies` are those of the evaluations of a run, by step.
+    `accuracies` (or mean rewards) are those of the evaluations of a run, by step.
     """
     # Step 0 is the initial model, which has no checkpoint.
     trained = [step for step in accuracies if step > 0]

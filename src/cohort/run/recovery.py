@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cohort.config.schema import RunConfig
 from cohort.errors import RunError
-from cohort.evaluation.records import Evaluation
+from cohort.evaluation.records import HELD_OUT_METRICS, Evaluation
 from cohort.logs.metrics_file import MetricsFile
 from cohort.run import checkpoint
 from cohort.run.card import EXTENSION
@@ -89,7 +89,9 @@ def take_back_later_steps(
     evaluations = directory.load_evaluations()
     with Reader(directory.database) as reader:
         recorded = {(event.kind, event.text) for event in reader.read_events()}
-        accuracies = reader.read_series("eval/accuracy")
+        # A grader that has changed may measure something else: only what the newest evaluation measured is compared.
+        measured = [reader.read_series(name) for name in HELD_OUT_METRICS]
+    accuracies = max(measured, key=lambda series: max(series, default=-1))
     notices = [*state.notices]
     # The evaluation of the current step is made again if it is due, so its file may be missing after a kill.
     if gone := sorted(accuracies.keys() - evaluations.keys() - {step}):

@@ -60,9 +60,11 @@ class RunSummary:
     updated: float = math.nan  # when it last recorded something
     eta: float = math.nan  # seconds until a running run ends; NaN = not known
     accuracy: float = math.nan  # newest held-out accuracy; NaN = none
-    accuracy_step: int = 0
+    accuracy_step: int = 0  # of the newest evaluation
+    eval_reward: float = math.nan  # newest held-out mean reward, of a task without an accuracy; NaN = none
     split: str = ""  # of the evaluations: "test" or "validation"
     best_accuracy: float = math.nan  # of the trained model; the accuracy of step 0 does not count
+    best_eval_reward: float = math.nan  # likewise
     best_step: int = 0
     curve: Curve = field(default_factory=Curve)  # the metric in `values`
     values: Mapping[int, float] = field(default_factory=dict)  # of the curve by step, 32 at most, evenly spaced
@@ -169,15 +171,19 @@ def _make_summary(
     last = max(overview.accuracies, default=0)
     trained = {step: value for step, value in overview.accuracies.items() if step > 0 and not math.isnan(value)}
     best = max(trained, key=lambda step: (trained[step], -step), default=0)
+    newest, highest = overview.accuracies.get(last, math.nan), trained.get(best, math.nan)
+    is_share = overview.measure == "accuracy"
     return replace(
         known,
         step=overview.step,
         started=overview.started,
         updated=overview.updated,
         eta=_estimate_seconds(overview, known.num_steps) if summary.state == "running" else math.nan,
-        accuracy=overview.accuracies.get(last, math.nan),
+        accuracy=newest if is_share else math.nan,
         accuracy_step=last,
-        best_accuracy=trained.get(best, math.nan),
+        eval_reward=math.nan if is_share else newest,
+        best_accuracy=highest if is_share else math.nan,
+        best_eval_reward=math.nan if is_share else highest,
         best_step=best,
         values=overview.curve,
         metrics=overview.metrics,

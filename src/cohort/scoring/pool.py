@@ -12,6 +12,8 @@ An answer may belong to an episode with several answers (`Past`). Its environmen
 last. Any other worker can replay the episode from its key and the answers so far. When a worker dies, only the episode
 that was being stepped loses its first try; the other episodes in that worker lose nothing.
 
+The answers of a group may be scored together (`submit_group`): then they are one item, which has one try and one limit.
+
 A worker has as many answers queued as it scores in a short time, by its own clock. A worker that scores an answer that
 was dropped, while others wait, is replaced; the answers that it had not begun go to another worker and count as not
 tried.
@@ -26,18 +28,19 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from cohort.errors import TaskError
+from cohort.scoring.base import Pool
 from cohort.scoring.homes import EpisodeHomes
 from cohort.scoring.printed import PrintedLines
 from cohort.scoring.process import Worker
-from cohort.scoring.wire import WALL_PER_CPU_SECOND, Hello, Item, Limits, Reply, check_environment_reply
-from cohort.tasks.base import OVER_LIMIT, Task, check_packages, check_parts, make_plain_answer
+from cohort.scoring.wire import WALL_PER_CPU_SECOND, Hello, Item, Limits, Reply, read_outcomes
+from cohort.tasks.base import OVER_LIMIT, Task, check_packages, make_plain_answer
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules, Past
+from cohort.tasks.grading import scores_groups
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Outcome, Row
 
@@ -75,11 +78,10 @@ def choose_queue_length(seconds: float | None) -> int:
     return MAX_QUEUE if seconds * MAX_QUEUE <= QUEUE_SECONDS else max(MIN_QUEUE, round(QUEUE_SECONDS / seconds))
 
 
-class ScoringPool:
-    """Worker processes that score the answers to one task. The results do not depend on the number of workers.
+class ScoringPool(Pool):
+    """Worker processes that score the answers to one task, each one answer at a time.
 
-    It is driven like an engine: `submit` answers, then `poll` for outcomes. `score` does both for a list. A pool must
-    be used by one thread only.
+    The results do not depend on the number of workers.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class ScoringPool:
         limits: Limits | None = None,
         again: AgainRules | None = None,
         conversation: ConversationRules | None = None,
+        env: tuple[str, ...] = (),
+        sandbox: str = "auto",
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}; a scoring pool needs at least 1")
@@ -98,8 +102,7 @@ class ScoringPool:
         self.limits = limits or Limits()
         # When an episode gets another attempt, and the rules of tools and environments; None = it is one answer.
         self.again, self.conversation = again, conversation
-        self.num_failures = 0  # outcomes that were failures
-        self.num_over_limit = 0  # answers that were wrong because they took too much work
+        self.scores_groups = scores_groups(task) and conversation is again is None
         self.num_restarts = 0  # workers that were replaced
         # Items that are neither finished nor dropped: their numbers with the caller's ids, and the other way round.
         self._ids: dict[int, str] = {}
@@ -119,26 +122,37 @@ class ScoringPool:
         self._failed_starts = 0
         import_path = [entry or os.getcwd() for entry in sys.path]
         self._hello = Hello(
-            task=self.task, limits=self.limits, import_path=import_path, again=again, conversation=conversation
+            task=self.task,
+            limits=self.limits,
+            import_path=import_path,
+            again=again,
+            conversation=conversation,
+            env=env,
+            sandbox=sandbox,
         )
         self._homes = EpisodeHomes()
         self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, _kill_workers, self._workers, os.getpid())
+        self._finalizer = weakref.finalize(self, kill_workers, self._workers, os.getpid())
         for _ in range(workers):
             self._workers.append(self._start_worker())
 
     def submit(self, id: str, row: Row, answer: Answer, past: Past | None = None, closing: str = "") -> None:
         """Queues an answer to a row for scoring. Calls of `poll` send it to a worker and return its outcome with `id`.
 
-        `past` holds the key and the earlier answers of the same episode; None = the answer stands alone. `closing` is
-        the limit (a Finish) that ends an episode whose newest answer was stepped already; "" = the answer is new.
-        Raises ValueError if the pool is closed, or if another answer with this id is neither finished nor dropped.
+        See `Pool.submit`.
         """
+        self._queue(id, Item(number=self._next_number, row=row, answer=answer, past=past, closing=closing))
+
+    def submit_group(self, id: str, row: Row, answers: Sequence[Answer]) -> None:
+        """Queues all answers of a group, to be scored together. `poll` returns the outcome of number i as "ID/i"."""
+        self._queue(id, Item(number=self._next_number, row=row, answer=answers[0], siblings=tuple(answers)))
+
+    def _queue(self, id: str, item: Item) -> None:
+        """Queues an item. Raises ValueError if the pool is closed, or if the id is in use."""
         if not self._finalizer.alive:
             raise ValueError("the scoring pool is closed; make a new one")
         if id in self._numbers:
             raise ValueError(f'an answer with the id "{id}" is being scored already; use another id')
-        item = Item(number=self._next_number, row=row, answer=answer, past=past, closing=closing)
         self._next_number += 1
         self._ids[item.number] = id
         self._numbers[id] = item.number
@@ -175,34 +189,14 @@ class ScoringPool:
         Unknown ids are ignored. If other answers wait, later calls of `poll` kill and replace a worker that goes on
         scoring the dropped one for more than 0.25 s.
         """
-        self._done = [(other, outcome) for other, outcome in self._done if other != id]
+        # The outcomes of a group have ids that begin with that of the group.
+        self._done = [(other, outcome) for other, outcome in self._done if id not in (other, other.rpartition("/")[0])]
         number = self._numbers.pop(id, None)
         if number is not None:
             # The item stays in its queue; `_is_wanted` skips it there.
             del self._ids[number]
             for worker in self._workers:
                 self._update_wasted_since(worker)
-
-    def score(self, items: Iterable[tuple[Row, Answer]]) -> list[Outcome]:
-        """Scores all (row, answer) pairs, waits for the last one, and returns their outcomes in the same order.
-
-        Raises ValueError if submitted answers are still pending or the pool is closed. A TaskError of `poll` closes the
-        pool and is raised. An answer whose grader failed has an outcome with `failure`.
-        """
-        if self.num_pending:
-            raise ValueError(f"{self.num_pending} submitted answers are pending; call poll until none is left")
-        count = 0
-        for row, answer in items:
-            self.submit(str(count), row, answer)
-            count += 1
-        outcomes: dict[str, Outcome] = {}
-        try:
-            while len(outcomes) < count:
-                outcomes.update(self.poll(timeout=1.0))
-        except TaskError:
-            self.close()
-            raise
-        return [outcomes[str(i)] for i in range(count)]
 
     def close(self) -> None:
         """Kills the worker processes and forgets the answers that are not finished. `submit` then raises ValueError.
@@ -214,14 +208,6 @@ class ScoringPool:
         self._numbers.clear()
         self._waiting.clear()
         self._retries.clear()
-
-    def __enter__(self) -> ScoringPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _advance(self, wait: float) -> None:
         """Runs one round: hands out items, waits, reads replies, and replaces workers that are dead or in trouble.
@@ -293,7 +279,8 @@ class ScoringPool:
             self.num_restarts += 1
             worker = self._workers[index] = self._start_worker()
         # A worker that scores a dropped answer may soon be replaced and gets nothing.
-        window = choose_queue_length(self._typical_seconds) if worker.wasted_since is None else 0
+        share = max(MIN_QUEUE, math.ceil(len(self._waiting) / len(self._workers)))  # an episode stays with its worker
+        window = min(share, choose_queue_length(self._typical_seconds)) if worker.wasted_since is None else 0
         living = {other.serial for other in self._workers}
         while len(worker.items) < window:
             if self._retries and self._retries[0][0] <= worker.serial:
@@ -338,19 +325,14 @@ class ScoringPool:
         elif reply.contract:
             self._finish_refused(item, TaskError(reply.contract))
         else:
-            row_id = str(item.row.get("id", "?"))
             ready = worker.ready
             # The worker checked all this already, but foreign code in it may have written the reply itself.
             try:
-                parts: dict[str, float] = {}
-                # Only the step of an episode that continues may lack parts.
-                if reply.parts is not None or not reply.replies:
-                    parts = check_parts(self.task.name, row_id, ready.parts, ready.accuracy, reply.parts)
-                check_environment_reply(self.task.name, row_id, reply)
+                outcomes = read_outcomes(self.task.name, item, ready, reply)
             except TaskError as error:
                 self._finish_refused(item, error)
             else:
-                self._finish_scored(item, reply.to_outcome(parts))
+                self._finish_scored(item, outcomes)
                 # An episode that goes on has its environment in this worker.
                 self._homes.note(item, worker.serial if reply.replies else None)
 
@@ -428,7 +410,7 @@ class ScoringPool:
             return
         too_much = trouble.exhausted and self._work_seconds > 0
         proven = too_much and (trouble.over_limit or self._was_too_much.get(item.number, False))
-        if proven and item.number not in self._emptied:
+        if proven and item.number not in self._emptied and not item.siblings:
             self._was_too_much[item.number] = True
             self._emptied.add(item.number)
             empty = make_plain_answer("")
@@ -443,22 +425,24 @@ class ScoringPool:
             self._was_too_much[item.number] = too_much
             self._retries.append((self._next_serial + 1 if serial is None else serial, item))
         else:
-            self.num_failures += 1
-            self._finish(item, Outcome(failure=trouble.reason, crashed=trouble.is_death))
+            outcomes = [Outcome(failure=trouble.reason, crashed=trouble.is_death)] * max(1, len(item.siblings))
+            self.num_failures += len(outcomes)
+            self._finish(item, outcomes)
 
-    def _finish_scored(self, item: Item, outcome: Outcome) -> None:
-        """Finishes an item with the outcome of its grader, which `poll` then returns, unless the item was dropped.
+    def _finish_scored(self, item: Item, outcomes: list[Outcome]) -> None:
+        """Finishes an item with the outcomes of its grader, which `poll` then returns, unless the item was dropped.
 
         If an empty answer was scored instead, because the real one was too much work, that is counted and replaces the
         outcome's reason. In an episode the outcome then also has the empty answer, as `stand_in`.
         """
         if item.number in self._emptied and item.number in self._ids:
             self.num_over_limit += 1
-            outcome = replace(outcome, reason=f"{OVER_LIMIT} of {self._work_seconds:g} s")
+            outcome = replace(outcomes[0], reason=f"{OVER_LIMIT} of {self._work_seconds:g} s")
             if item.past is not None:
                 # The environment was given the empty answer, so a replay of the episode must use it too.
                 outcome = replace(outcome, stand_in=item.answer)
-        self._finish(item, outcome)
+            outcomes = [outcome]
+        self._finish(item, outcomes)
 
     def _finish_refused(self, item: Item, error: TaskError) -> None:
         """Finishes an item without an outcome, since its grader gave no valid score: `poll` will raise `error`.
@@ -468,10 +452,10 @@ class ScoringPool:
         if self._forget(item) is not None:
             self._errors.append(error)
 
-    def _finish(self, item: Item, outcome: Outcome) -> None:
-        """Finishes an item: `poll` will return its outcome, unless the item was dropped."""
+    def _finish(self, item: Item, outcomes: list[Outcome]) -> None:
+        """Finishes an item: `poll` will return its outcomes, unless the item was dropped."""
         if (id := self._forget(item)) is not None:
-            self._done.append((id, outcome))
+            self._done += name_outcomes(id, item, outcomes)
 
     def _forget(self, item: Item) -> str | None:
         """Removes all notes about an item and returns the id that the caller gave it; None if the item was dropped.
@@ -486,7 +470,14 @@ class ScoringPool:
         return id
 
 
-def _kill_workers(workers: list[Worker], owner: int) -> None:
+def name_outcomes(id: str, item: Item, outcomes: list[Outcome]) -> list[tuple[str, Outcome]]:
+    """Returns the outcomes of an item as `poll` does: with its id or, for a group, with "ID/i" for answer number i."""
+    if not item.siblings:
+        return [(id, outcomes[0])]
+    return [(f"{id}/{index}", outcome) for index, outcome in enumerate(outcomes)]
+
+
+def kill_workers(workers: list[Worker], owner: int) -> None:
     """Kills all workers and empties the list.
 
     Does nothing in a process other than `owner`, the process id of their parent.

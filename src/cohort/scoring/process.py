@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -10,12 +11,15 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.scoring.guard import END_SECONDS
+from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
+from cohort.system.json_text import parse_json
 
 # Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
 # many names to be listed.
@@ -27,13 +31,13 @@ ALLOWED_VARIABLES = (
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def make_worker_environment() -> dict[str, str]:
+def make_worker_environment(names: Iterable[str] = ()) -> dict[str, str]:
     """Returns the environment variables of a worker: those of this process that are allowed, and fixed ones.
 
-    The fixed ones are one thread and a fixed hash seed, which make graders repeatable, and a PYTHONPATH that has only
-    the folder of this package.
+    `names` are further ones that the user allows. The fixed ones are one thread and a fixed hash seed, which make
+    graders repeatable, and a PYTHONPATH that has only the folder of this package.
     """
-    kept = {name: os.environ[name] for name in ALLOWED_VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in (*ALLOWED_VARIABLES, *names) if name in os.environ}
     source_folder = str(Path(__file__).resolve().parents[2])
     fixed = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "PYTHONPATH": source_folder}
     return kept | fixed | dict.fromkeys(THREAD_VARIABLES, "1")
@@ -83,6 +87,7 @@ class Worker:
         self.last_active = time.monotonic()  # when it last replied, or got work after it had none
         self.wasted_since: float | None = None  # since when it has been scoring an item that was dropped
         self.garbled = ""  # what is wrong with its replies; "" = nothing
+        self.secrets = Secrets(hello.env)
         self._incoming = bytearray()
         # What the process itself prints, for the message about its death. The worker captures what the grader prints.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the worker)
@@ -97,7 +102,7 @@ class Worker:
             stdout=self._log,
             stderr=self._log,
             pass_fds=(requests, replies, lifeline),
-            env=make_worker_environment(),
+            env=make_worker_environment(hello.env),
             start_new_session=True,
         )
         for fd in (requests, replies, lifeline):
@@ -161,7 +166,7 @@ class Worker:
         self._incoming = bytearray(rest)
         replies: list[Reply] = []
         try:
-            replies += map(Reply.decode, lines)
+            replies += [self._decode(line) for line in lines]
         except ValueError:
             self.garbled = "the grader wrote into the pipe of the scoring protocol"
         if len(rest) > MAX_LINE:
@@ -169,6 +174,12 @@ class Worker:
         if replies:
             self.last_active = time.monotonic()
         return replies
+
+    def _decode(self, line: bytes) -> Reply:
+        """Returns the reply in a line. The worker has removed secrets already, but foreign code may write lines too."""
+        if not self.secrets.names:
+            return Reply.decode(line)
+        return Reply.decode(json.dumps(self.secrets.remove_from_value(parse_json(line))).encode())
 
     def has_died(self) -> bool:
         """Returns whether worker and guard have ended, without waiting. `kill` can still tell how."""
@@ -190,7 +201,8 @@ class Worker:
             self._process.kill()
             code = self._process.wait()
         self._log.seek(0)
-        printed = self._log.read(2000).decode(errors="replace").strip()
+        # More is read than is shown, so that no secret is cut in two before it is removed.
+        printed = self.secrets.remove_from(self._log.read(10_000).decode(errors="replace"))[:2000].strip()
         self._log.close()
         for fd in (self._requests, self._replies, self._lifeline):
             os.close(fd)

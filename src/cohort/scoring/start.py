@@ -1,15 +1,25 @@
-"""Starts the scoring pool of a task: how many workers it has, and within which limits they work."""
+"""Starts the scoring pool of a task: which kind it is, how many workers it has, and within which limits they work."""
 
 from __future__ import annotations
 
+from cohort.config.scoring import ScoringConfig
+from cohort.errors import ConfigError
+from cohort.sandbox import find_missing
+from cohort.scoring.base import Pool
+from cohort.scoring.journal import JournaledPool
 from cohort.scoring.pool import ScoringPool
+from cohort.scoring.service import ServicePool
 from cohort.scoring.wire import Limits
 from cohort.system.kernel import count_cores
 from cohort.tasks.base import Task
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules
+from cohort.tasks.grading import scores_groups
+from cohort.tasks.ref import TaskRef, compute_grader_digest
 
 MAX_WORKERS = 8  # that `choose_num_workers` returns
+SECONDS = 10.0  # for scoring one answer, if no setting says otherwise
+SERVICE_SECONDS = 120.0  # the same where scoring asks an outside service
 
 
 def choose_num_workers(task: Task) -> int:
@@ -25,14 +35,42 @@ def choose_num_workers(task: Task) -> int:
 
 def start_scorer(
     task: Task,
+    config: ScoringConfig | None = None,
     again: AgainRules | None = None,
     rules: ConversationRules | None = None,
-    num_workers: int = 0,
-) -> ScoringPool:
+) -> Pool:
     """Starts the workers that score the answers to a task, and run its tools and environments.
 
-    `again` and `rules` are those of second attempts and conversations. `num_workers` 0 = as many as the task needs.
+    `config` are the settings; None = the default ones. `again` and `rules` are those of second attempts and
+    conversations. Raises ConfigError if a variable of `config.env` is not set, or if a task that scores groups has
+    episodes of several turns.
     """
-    # The calls of a turn have their time, and then the grader has its own.
-    limits = Limits() if rules is None else Limits(seconds=Limits().seconds + rules.seconds)
-    return ScoringPool(task, num_workers or choose_num_workers(task), limits, again=again, conversation=rules)
+    config = config or ScoringConfig()
+    config.require_variables()
+    has_turns = again is not None or rules is not None
+    if scores_groups(task) and has_turns:
+        raise ConfigError(
+            f"the task {task.name} scores the answers of a group together (score_group or rewards), which is possible "
+            "only for samples of one turn. Remove --turns, or give the task a method score."
+        )
+    seconds = config.seconds or (SERVICE_SECONDS if task.service else SECONDS)
+    if task.needs_sandbox and config.sandbox == "auto" and (missing := find_missing()):
+        raise ConfigError(
+            f"the task {task.name} runs programs that the model writes, and there is no sandbox for them: {missing}. "
+            "Use another machine, or run them without one, as you: --scoring.sandbox none."
+        )
+    # Programs of the model never run beside keys.
+    env = () if task.needs_sandbox else config.env
+    if task.service and not has_turns:
+        pool: Pool = ServicePool(
+            task, config.workers or 1, config.concurrency, Limits(seconds=seconds), config.retries, env, config.sandbox
+        )
+    else:
+        # The calls of a turn have their time, and then the grader has its own.
+        limits = Limits(seconds=seconds + (0.0 if rules is None else rules.seconds))
+        workers = config.workers or choose_num_workers(task)
+        pool = ScoringPool(task, workers, limits, again, rules, env, config.sandbox)
+    if not task.service:
+        return pool
+    settings = TaskRef.from_task(task).settings
+    return JournaledPool(pool, f"{compute_grader_digest(task)} {sorted(settings.items())}")

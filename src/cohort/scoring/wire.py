@@ -1,8 +1,10 @@
 """The messages between a scoring pool and its workers: JSON, one record per line.
 
 To the worker: a hello (task, limits, import path), then one line per answer to score. An answer of an episode comes
-with the episode's key and its earlier answers, so that any worker can continue the episode.
-To the pool: "ready" or "broken" once, then one line per answer, in the order in which the answers came.
+with the episode's key and its earlier answers, so that any worker can continue the episode. The answers of a group that
+are scored together are one line.
+To the pool: "ready" or "broken" once, then one line per answer or group, in the order in which they came. A worker that
+scores several at once replies in any order.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from cohort.errors import TaskError
 from cohort.system.json_text import parse_json, show_value
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules, Past
+from cohort.tasks.parts import NO_PART, check_parts
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Finish, Key, Message, Outcome, Row
 
@@ -32,7 +35,8 @@ class Limits:
     """The resources for scoring one answer. A grader that needs more fails, unless its task has `work_seconds`."""
 
     seconds: float = 10.0
-    """Wall-clock time for one answer, and also its CPU time, rounded up. `work_seconds` replaces the CPU time."""
+    """Wall-clock time for one answer, and also its CPU time, rounded up. `work_seconds` replaces the CPU time. Where
+    several answers are scored at once it is the wall-clock time alone."""
     memory_mb: int = 1024
     """Address space beyond what the loaded task already uses."""
     output_bytes: int = 1 << 20
@@ -46,8 +50,8 @@ class Limits:
         if work_seconds:
             return f"; make it quicker, or raise `work_seconds = {work_seconds:g}` in the task's class"
         return (
-            f"; make it quicker, or set `work_seconds = {self.seconds:g}` in the task's class, which gives it up to "
-            f"{WALL_PER_CPU_SECOND * self.seconds:g} s; an answer that needs more is then wrong"
+            "; make it quicker, raise --scoring.seconds, or, if its work depends on the answer, set "
+            f"`work_seconds = {self.seconds:g}` in the task's class: an answer that needs more is then wrong"
         )
 
     def advise_on_memory(self) -> str:
@@ -67,6 +71,9 @@ class Hello:
     import_path: list[str]  # the pool's sys.path
     again: AgainRules | None = None  # when an episode gets another attempt; None = never
     conversation: ConversationRules | None = None  # for tools and environments; None = the task has none
+    concurrency: int = 0  # answers that are scored at once in threads or coroutines; 0 = one after the other
+    env: tuple[str, ...] = ()  # names of the environment variables that were handed over
+    sandbox: str = "auto"  # how programs of the model are confined, if the task runs any
 
     def encode(self) -> bytes:
         """Returns the message as a line of JSON."""
@@ -76,71 +83,83 @@ class Hello:
     def decode(line: bytes) -> Hello:
         """Returns the message that `encode` wrote as `line`."""
         message = parse_json(line)
-        task = TaskRef(**message["task"])
-        limits = Limits(**message["limits"])
         again = message["again"]
-        # JSON made the tuple of words a list.
-        rules = AgainRules(**{**again, "words": tuple(again["words"])}) if again else None
         talk = message["conversation"]
-        conversation = ConversationRules(**talk) if talk else None
-        return Hello(
-            task=task, limits=limits, import_path=message["import_path"], again=rules, conversation=conversation
-        )
+        records = {
+            "task": TaskRef(**message["task"]),
+            "limits": Limits(**message["limits"]),
+            # JSON made the tuples of words and names lists.
+            "again": AgainRules(**{**again, "words": tuple(again["words"])}) if again else None,
+            "conversation": ConversationRules(**talk) if talk else None,
+            "env": tuple(message["env"]),
+        }
+        return Hello(**{**message, **records})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One answer to score. With a `past` it is the newest answer of an episode.
+    """One answer to score, or the answers of a group that are scored together (`siblings`).
 
-    With `closing` the answer was stepped already, and the episode must end because of that limit (a Finish).
+    With a `past` it is the newest answer of an episode. With `closing` the answer was stepped already, and the episode
+    must end because of that limit (a Finish).
     """
 
     number: int  # given by the pool; the reply has the same
     row: Row
-    answer: Answer
+    answer: Answer  # of a group the first
     past: Past | None = None
     closing: str = ""
+    siblings: tuple[Answer, ...] = ()  # all answers of a group; () = the answer is scored alone
 
     @property
     def num_answers(self) -> int:
         """How many answers a worker may have to score: the newest and, to replay an episode, all earlier ones."""
+        if self.siblings:
+            return len(self.siblings)
         return 1 if self.past is None else 1 + len(self.past.answers)
 
-    def encode(self) -> bytes:
-        """Returns the item as a line of JSON: number, row and the fields of the answer.
+    @property
+    def row_id(self) -> str:
+        """The id of the row, for messages."""
+        return str(self.row.get("id", "?"))
 
-        For an answer of an episode, the episode's key and its earlier answers follow.
+    def encode(self) -> bytes:
+        """Returns the item as a line of JSON: a list of number, row and the fields of the answer.
+
+        For an answer of an episode, the episode's key and its earlier answers follow; for a group, all its answers.
         """
         past = self.past
-        fields = [self.number, self.row, *_answer_to_list(self.answer)]
-        if past is not None:
-            fields += [dataclasses.astuple(past.key), [_answer_to_list(a) for a in past.answers], self.closing]
+        fields: list[Any] = [self.number, self.row, answer_to_list(self.answer)]
+        if self.siblings:
+            fields += [[answer_to_list(a) for a in self.siblings]]
+        elif past is not None:
+            fields += [dataclasses.astuple(past.key), [answer_to_list(a) for a in past.answers], self.closing]
         return _encode_line(fields)
 
     @staticmethod
     def decode(line: bytes) -> Item:
         """Returns the item that `encode` wrote as `line`."""
-        number, row, *rest = parse_json(line)
-        # An answer has five fields; anything after them is the past of an episode.
-        answer = _answer_from_list(rest[:5])
-        episode = rest[5:]
+        number, row, fields, *episode = parse_json(line)
+        answer = _answer_from_list(fields)
         if not episode:
             return Item(number=number, row=row, answer=answer)
+        if len(episode) == 1:
+            return Item(number=number, row=row, answer=answer, siblings=tuple(map(_answer_from_list, episode[0])))
         names = [f.name for f in dataclasses.fields(Key)]
         key = Key(**dict(zip(names, episode[0], strict=True)))
         past = Past(key=key, answers=tuple(map(_answer_from_list, episode[1])))
         return Item(number=number, row=row, answer=answer, past=past, closing=episode[2])
 
 
-def _answer_to_list(a: Answer) -> list[Any]:
-    """Returns the fields of an answer as a list: text, full, finish, num_tokens, conversation."""
-    return [a.text, a.full, a.finish, a.num_tokens, a.conversation]
+def answer_to_list(a: Answer) -> list[Any]:
+    """Returns the fields of an answer as a list: text, full, finish, num_tokens, conversation, tokens."""
+    return [a.text, a.full, a.finish, a.num_tokens, a.conversation, a.tokens]
 
 
 def _answer_from_list(fields: list[Any]) -> Answer:
-    """Returns the answer whose fields `_answer_to_list` wrote."""
-    text, full, finish, num_tokens, conversation = fields
-    return Answer(text=text, full=full, finish=finish, num_tokens=num_tokens, conversation=conversation)
+    """Returns the answer whose fields `answer_to_list` wrote."""
+    text, full, finish, num_tokens, conversation, tokens = fields
+    return Answer(text=text, full=full, finish=finish, num_tokens=num_tokens, conversation=conversation, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +167,14 @@ class Ready:
     """What a worker says of its task once it has loaded it. The pool needs it, because it may never load the task."""
 
     parts: tuple[str, ...]
-    accuracy: str
+    accuracy: str | None
     work_seconds: float = 0.0
+    optional_parts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A message of a worker. Exactly one of ready, broken, parts, failure, memory and contract is set.
+    """A message of a worker. Exactly one of ready, broken, parts, group, failure, memory and contract is set.
 
     An exception is the step of an environment that has no reward yet: it has `replies` instead of parts.
     """
@@ -164,6 +184,7 @@ class Reply:
     number: int = -1  # of the item
     parts: dict[str, Any] | None = None
     reason: str = ""  # the grader's, for its parts
+    group: list[Any] = field(default_factory=list)  # [parts, reason] per answer, if a group was scored together
     replies: list[Message] = field(default_factory=list)  # messages before the policy's next turn
     cost: float = 0.0  # subtracted from the reward
     earned: float = 0.0  # a reward of this turn alone
@@ -175,6 +196,8 @@ class Reply:
     seconds: float = 0.0  # how long scoring took, by the worker's clock
     printed: str = ""  # the beginning of what the grader printed
     num_lines: int = 0  # how many lines it printed
+    lasting: bool = False  # whether another try cannot help, such as with a key that is refused
+    num_stuck: int = 0  # threads of the worker that are over their time and cannot be stopped
 
     def encode(self) -> bytes:
         """Returns the reply as a line of JSON: an object without the fields that have their defaults."""
@@ -184,10 +207,14 @@ class Reply:
         return _encode_line({k: v for k, v in fields.items() if v != _DEFAULTS[k]})
 
     def to_outcome(self, parts: dict[str, float]) -> Outcome:
-        """Returns the outcome of a scored answer. `parts` are those of the reply, checked."""
+        """Returns the outcome of a scored answer. `parts` are those of the reply, checked.
+
+        It is a failure if no part applies to the last answer of an episode.
+        """
         return Outcome(
             parts=parts,
             reason=self.reason,
+            failure="" if parts or self.replies else NO_PART,
             replies=self.replies,
             cost=self.cost,
             earned=self.earned,
@@ -217,24 +244,49 @@ class Reply:
 
 def _read_ready(fields: list[Any]) -> Ready:
     """Returns what a worker says of its task, from the list in its reply. Raises ValueError if that is another list."""
-    kinds = [list, str, float]
+    accuracy = type(None) if fields[1:2] == [None] else str
+    kinds = [list, accuracy, float, bool]
     if [type(value) for value in fields] != kinds or not all(isinstance(part, str) for part in fields[0]):
-        raise ValueError("ready is not a list of parts, accuracy and seconds")
+        raise ValueError("ready is not a list of parts, accuracy, seconds and whether parts are optional")
     if not 0 <= fields[2] < math.inf:
         raise ValueError(f"ready has {fields[2]} seconds")
-    return Ready(tuple(fields[0]), fields[1], fields[2])
+    return Ready(tuple(fields[0]), *fields[1:])
 
 
 # JSON types of the fields of a reply; all others are strings.
 _TYPES: dict[str, type] = {"ready": list, "number": int, "parts": dict, "replies": list}
 _TYPES |= {"cost": float, "seconds": float, "num_lines": int, "earned": float, "calls": dict}
-_EMPTY: dict[str, Any] = {"replies": [], "calls": {}}
+_TYPES |= {"group": list, "num_stuck": int, "lasting": bool}
+_EMPTY: dict[str, Any] = {"replies": [], "calls": {}, "group": []}
 _DEFAULTS: dict[str, Any] = {f.name: _EMPTY.get(f.name, f.default) for f in dataclasses.fields(Reply)}
 
 
 def _encode_line(value: Any) -> bytes:
     """Returns a value as one line of JSON in bytes, with the line break."""
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def read_outcomes(name: str, item: Item, ready: Ready, reply: Reply) -> list[Outcome]:
+    """Returns the outcomes in a reply that has scores: one, or one per answer of a group.
+
+    `name` is the task, and `ready` what the worker said of it. Raises TaskError for parts, or a step of an environment,
+    that are not valid.
+    """
+    if item.siblings:
+        pairs = [pair for pair in reply.group if isinstance(pair, list) and len(pair) == 2]
+        if len(pairs) != len(reply.group) or len(pairs) != len(item.siblings):
+            raise TaskError(f'task "{name}", row "{item.row_id}": {len(item.siblings)} answers got {len(pairs)} scores')
+        outcomes: list[Outcome] = []
+        for given, reason in pairs:
+            checked = check_parts(name, item.row_id, ready.parts, ready.accuracy, given, ready.optional_parts)
+            outcomes.append(Outcome(parts=checked, reason=str(reason), failure="" if checked else NO_PART))
+        return outcomes
+    parts: dict[str, float] = {}
+    # Only the step of an episode that continues may lack parts.
+    if reply.parts is not None or not reply.replies:
+        parts = check_parts(name, item.row_id, ready.parts, ready.accuracy, reply.parts, ready.optional_parts)
+    check_environment_reply(name, item.row_id, reply)
+    return [reply.to_outcome(parts)]
 
 
 def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:

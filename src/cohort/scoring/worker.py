@@ -7,6 +7,7 @@ POOL is the process id of the pool. The process forks: the child is the worker, 
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import io
 import math
@@ -14,29 +15,42 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from cohort.errors import CohortError, TaskError, UserCodeError
+from cohort import sandbox
+from cohort.errors import CohortError, ServiceError, TaskError, UserCodeError
+from cohort.scoring.concurrent import STACK_BYTES, ConcurrentServer
 from cohort.scoring.guard import start_guard
+from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_FAILURE, MAX_PRINTED, Hello, Item, Limits, Ready, Reply
 from cohort.system.kernel import limit_memory, measure_peak_memory, set_soft_limit
-from cohort.tasks.base import MAX_REASON, Task, check_parts, grade
+from cohort.tasks.base import MAX_REASON, Task
 from cohort.tasks.calls import describe_columns
 from cohort.tasks.conversation import ConversationEnvironment
 from cohort.tasks.environment import Environment, Episodes, SingleTurn, Step, ThinkAgain
-from cohort.types import Answer, Finish
+from cohort.tasks.grading import grade, grade_group
+from cohort.tasks.parts import check_parts
+from cohort.types import Answer, Finish, Outcome
 from cohort.user_code import find_frame
 
 
 class CapturedOutput(io.TextIOBase):
-    """A text stream that stands in for stdout and stderr and keeps the first `limit` characters of what is printed."""
+    """A text stream that stands in for stdout and stderr and keeps the first `limit` characters of what is printed.
 
-    def __init__(self, limit: int) -> None:
+    The values of `secrets` are removed from its `text`.
+    """
+
+    # Kept beyond the limit until secrets are removed: a value that the limit cuts in two would not be found.
+    margin = 4096
+
+    def __init__(self, limit: int, secrets: Secrets) -> None:
         self.limit = limit
+        self.secrets = secrets
         self.size = 0
         self.num_lines = 0  # line breaks that were printed since the last `clear`, also those that were not kept
         self.pieces: list[str] = []
@@ -44,8 +58,8 @@ class CapturedOutput(io.TextIOBase):
     def write(self, text: str) -> int:
         """Keeps as much of the text as the limit allows. Returns the length of the whole text, as text streams do."""
         self.num_lines += text.count("\n")
-        if self.size < self.limit:
-            self.pieces.append(text[: self.limit - self.size])
+        if self.size < self.limit + self.margin:
+            self.pieces.append(text[: self.limit + self.margin - self.size])
             self.size += len(self.pieces[-1])
         return len(text)
 
@@ -57,8 +71,8 @@ class CapturedOutput(io.TextIOBase):
 
     @property
     def text(self) -> str:
-        """The text that was kept since the last `clear`."""
-        return "".join(self.pieces)
+        """The text that was kept since the last `clear`, without secrets."""
+        return self.secrets.remove_from("".join(self.pieces))[: self.limit]
 
     def writable(self) -> bool:
         """Returns True: the stream can be written to."""
@@ -105,9 +119,9 @@ def score_item(
 ) -> Reply:
     """Runs the task's grader, or the environment of an item with a `past`, and returns the result as a reply.
 
-    Whatever the grader raises becomes a reply too: TaskError as `contract`, MemoryError as `memory`, all else as
-    `failure`. `episodes` holds the environments of episodes under way and is updated. `before` is called with every
-    answer before it is scored. `printed` holds what the grader prints, for the descriptions of errors.
+    Whatever the grader raises becomes a reply too. `episodes` holds the environments of episodes under way and is
+    updated. `before` is called with every answer before it is scored. `printed` holds what the grader prints, for the
+    descriptions of errors.
     """
     # This is the only call of foreign code, and the only place that catches what it raises.
     try:
@@ -118,16 +132,31 @@ def score_item(
                 step = episodes.step(item.row, item.past, item.answer, before)
             return make_step_reply(task, item, step)
         before(item.answer)
-        outcome = grade(task, item.row, item.answer)
-    except TaskError as error:
-        return Reply(number=item.number, contract=_shorten(str(error)))
-    except MemoryError as error:
-        return Reply(number=item.number, memory=describe_error(error, printed.text))
+        if item.siblings:
+            return make_reply(item, grade_group(task, item.row, item.siblings))
+        return make_reply(item, grade(task, item.row, item.answer))
     except BaseException as error:
+        return make_reply(item, error, printed.text)
+
+
+def make_reply(item: Item, result: Outcome | Sequence[Outcome] | BaseException, printed: str = "") -> Reply:
+    """Returns the reply for an item: its outcome, those of a group, or what the grader raised.
+
+    TaskError becomes `contract`, MemoryError `memory`, all else `failure`. `printed` is what the grader had printed.
+    """
+    number = item.number
+    if isinstance(result, TaskError):
+        return Reply(number=number, contract=str(result))
+    if isinstance(result, MemoryError):
+        return Reply(number=number, memory=describe_error(result, printed))
+    if isinstance(result, BaseException):
         # A column that the row does not have is the most frequent mistake.
-        columns = f"; the row's {describe_columns(item.row)}" if isinstance(error, KeyError) else ""
-        return Reply(number=item.number, failure=describe_error(error, printed.text, columns))
-    return Reply(number=item.number, parts=outcome.parts, reason=outcome.reason)
+        columns = f"; the row's {describe_columns(item.row)}" if isinstance(result, KeyError) else ""
+        lasting = isinstance(result, ServiceError) and result.lasting
+        return Reply(number=number, failure=describe_error(result, printed, columns), lasting=lasting)
+    if isinstance(result, Outcome):
+        return Reply(number=number, parts=result.parts, reason=result.reason)
+    return Reply(number=number, group=[[outcome.parts, outcome.reason] for outcome in result])
 
 
 def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
@@ -149,11 +178,12 @@ def make_step_reply(task: Task, item: Item, step: Step) -> Reply:
         )
     parts = None
     if step.parts is not None:
-        parts = check_parts(task.name, str(item.row.get("id", "?")), task.parts, task.accuracy, step.parts)
+        row_id = str(item.row.get("id", "?"))
+        parts = check_parts(task.name, row_id, task.parts, task.accuracy, step.parts, task.optional_parts)
     return Reply(
         number=item.number,
         parts=parts,
-        reason=str(step.reason)[:MAX_REASON],
+        reason=str(step.reason),
         replies=[] if step.done else [_make_plain(message) for message in step.replies],
         cost=float(step.cost),
         earned=float(step.earned),
@@ -178,8 +208,7 @@ def _make_plain(message: Any) -> Any:
 def describe_error(error: BaseException, printed: str = "", more: str = "") -> str:
     """Returns a text: what was raised, in which file and line if known, and the end of `printed`, the grader's output.
 
-    `more` stands before that output. The text is cut after 1000 characters. The error's own text may have line breaks,
-    which stay.
+    `more` stands before that output. The error's own text may have line breaks, which stay.
     """
     frames = traceback.extract_tb(error.__traceback__)
     # The grader's own line tells its author more than the line of a library that it calls.
@@ -188,8 +217,26 @@ def describe_error(error: BaseException, printed: str = "", more: str = "") -> s
     tail = more + (f"; it had printed {printed[-200:]!r}" if printed else "")
     if isinstance(error, UserCodeError):
         # It names the exception and the place already.
-        return _shorten(f"{' '.join(str(error).split())}{tail}")
-    return _shorten(f"{type(error).__name__}: {error}{place}{tail}")
+        return f"{' '.join(str(error).split())}{tail}"
+    return f"{type(error).__name__}: {error}{place}{tail}"
+
+
+def shorten_reply(reply: Reply, secrets: Secrets) -> Reply:
+    """Returns a reply without the values of secret variables, and with texts cut to what the pool keeps of them.
+
+    The order matters: of a value that is cut in two, the rest would not be found.
+    """
+    return replace(
+        reply,
+        reason=secrets.remove_from(reply.reason)[:MAX_REASON],
+        printed=secrets.remove_from(reply.printed)[:MAX_PRINTED],
+        broken=_shorten(secrets.remove_from(reply.broken)),
+        failure=_shorten(secrets.remove_from(reply.failure)),
+        memory=_shorten(secrets.remove_from(reply.memory)),
+        contract=_shorten(secrets.remove_from(reply.contract)),
+        replies=secrets.remove_from_value(reply.replies),
+        group=[[parts, secrets.remove_from(reason)[:MAX_REASON]] for parts, reason in reply.group],
+    )
 
 
 def _shorten(text: str) -> str:
@@ -197,7 +244,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= MAX_FAILURE else text[:MAX_FAILURE] + "..."
 
 
-def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], None]) -> None:
+def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[Reply], None]) -> None:
     """Scores the items that come through `requests`, one per line, one after the other, until `requests` ends.
 
     `send` writes a reply to the pool. Each reply is sent before the next item is begun, so that the pool knows at which
@@ -205,7 +252,7 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
     """
     # Kept before the grader runs: it may replace the function that tells the time.
     worker_pid, monotonic = os.getpid(), time.monotonic
-    printed = CapturedOutput(hello.limits.output_bytes)
+    printed = CapturedOutput(hello.limits.output_bytes, Secrets(hello.env))
     again = hello.again
 
     def make_environment() -> Environment:
@@ -216,9 +263,11 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
 
     def prepare_answer(answer: Answer) -> None:
         """Renews the CPU time and seeds `random` for an answer, also for an earlier one of a replayed episode."""
-        renew_cpu_limit(task.work_seconds or hello.limits.seconds)
+        # The answers of a group have the time of all of them.
+        scale = max(1, len(item.siblings))
+        renew_cpu_limit(scale * (task.work_seconds or hello.limits.seconds))
         # The limit above counts whole seconds; this timer ends the work to the millisecond. 0 means no timer.
-        signal.setitimer(signal.ITIMER_PROF, task.work_seconds)
+        signal.setitimer(signal.ITIMER_PROF, scale * task.work_seconds)
         seed_random(item, answer)
 
     episodes = Episodes(make_environment)
@@ -231,13 +280,39 @@ def serve(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[bytes], 
         reply = score_item(task, episodes, item, prepare_answer, printed)
         reply = replace(reply, seconds=monotonic() - began)
         if printed.pieces:
-            reply = replace(reply, printed=printed.text[:MAX_PRINTED], num_lines=printed.num_lines)
-        line = reply.encode()
+            reply = replace(reply, printed=printed.text, num_lines=printed.num_lines)
         # If the grader forked and its child returned to here, the child must not send a second reply.
         if os.getpid() != worker_pid:
             os._exit(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(line)
+        send(reply)
+
+
+def serve_concurrently(task: Task, hello: Hello, requests: BinaryIO, send: Callable[[Reply], None]) -> None:
+    """Scores the items that come through `requests` at once, until `requests` ends. Replies come in any order.
+
+    What graders print is sent with the next reply, since it is not known which of them printed it.
+    """
+    printed = CapturedOutput(hello.limits.output_bytes, Secrets(hello.env))
+    sys.stdout = sys.stderr = printed
+    threading.stack_size(STACK_BYTES)
+
+    def send_with_printed(reply: Reply) -> None:
+        """Sends a reply, with what was printed since the last one."""
+        if printed.pieces:
+            reply = replace(reply, printed=printed.text, num_lines=printed.num_lines)
+            printed.clear()
+        send(reply)
+
+    asyncio.run(ConcurrentServer(task, hello, send_with_printed, make_reply).run(requests))
+
+
+def confine_programs(hello: Hello) -> None:
+    """Says in this worker how programs of the model are confined. A worker that holds keys never runs any."""
+    if hello.env:
+        sandbox.forbid(f"this worker was given {', '.join(hello.env)} (--scoring.env), which programs must not see")
+    if hello.sandbox == "none":
+        sandbox.set_mode("none")
 
 
 def main(arguments: list[str]) -> None:
@@ -254,13 +329,16 @@ def main(arguments: list[str]) -> None:
     requests = os.fdopen(requests_fd, "rb")
     hello = Hello.decode(requests.readline())
     sys.path += [entry for entry in hello.import_path if entry not in sys.path]
+    secrets = Secrets(hello.env)
+    confine_programs(hello)
 
-    def send(line: bytes) -> None:
-        """Writes a whole line to the pool; one write may take only a part of it."""
+    def send(reply: Reply) -> None:
+        """Writes a whole reply to the pool; one write may take only a part of it."""
+        line = shorten_reply(reply, secrets).encode()
         while line:
             line = line[os.write(replies_fd, line) :]
 
-    printed = CapturedOutput(hello.limits.output_bytes)
+    printed = CapturedOutput(hello.limits.output_bytes, Secrets(hello.env))
     sys.stdout = sys.stderr = printed
     try:
         task = hello.task.load()
@@ -270,12 +348,12 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         # Errors of Cohort end with their own advice.
         advice = "" if isinstance(error, CohortError) else "; correct its file"
-        send(Reply(broken=describe_error(error, printed.text) + advice).encode())
+        send(Reply(broken=describe_error(error, printed.text) + advice))
         return
     set_limits(hello.limits, guard_fd)
     os.close(guard_fd)
-    send(Reply(ready=Ready(task.parts, task.accuracy, task.work_seconds)).encode())
-    serve(task, hello, requests, send)
+    send(Reply(ready=Ready(task.parts, task.accuracy, task.work_seconds, task.optional_parts)))
+    (serve_concurrently if hello.concurrency else serve)(task, hello, requests, send)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ def make_notes(
             "Differences are to the best combination, on the same problems and seeds. p is below 0.05 where the "
             f"interval leaves out 0.{many} The best was chosen by the same numbers, so they look larger than they are."
         )
-    elif not obstacle and sum(row.accuracy is not None for row in combinations) > 1:
+    elif not obstacle and sum(row.value is not None for row in combinations) > 1:
         notes.append("The combinations cannot be compared in pairs: their problems, graders or seeds differ.")
     if any(row.state == "stopped" for row in runs):
-        notes.append("Runs marked with * were stopped by a rule. Their accuracy is that of their last step.")
+        notes.append("Runs marked with * were stopped by a rule. Their result is that of their last step.")
     missing = [row for row in runs if row.state in ("failed", "missing")]
     if missing:
         names = ", ".join(row.name for row in missing[:_MAX_MISSING])
@@ -53,16 +53,16 @@ def note_undecided(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _describe_choice(plan: Plan, split: str) -> str:
-    """Returns on which problems the choice was made, and what that means for the winner's accuracy."""
+    """Returns on which problems the choice was made, and what that means for the winner's result."""
     if split == "validation":
         return (
-            "The choice was made on the validation split, which no run was trained on. The accuracy of the winner is "
+            "The choice was made on the validation split, which no run was trained on. The result of the winner is "
             "still a little too good, because it was chosen: evaluate it once on the test split."
         )
     if split == "test":
         why = f" ({plan.split_note})" if plan.split_note else ""
         return (
-            f"The choice was made on the test split{why}, so the accuracy of the winner is too good, and no problems "
+            f"The choice was made on the test split{why}, so the result of the winner is too good, and no problems "
             "are left to measure it."
         )
     return "No run was evaluated, so nothing is chosen. The loss of training does not say which model is better."
@@ -75,7 +75,9 @@ def _describe_intervals(plan: Plan, combinations: Sequence[CombinationRow]) -> s
             "Intervals are 95%, over problems. With one seed they say nothing about how another seed would do: begin a "
             "new sweep with --seeds 3."
         )
-    wide = [row for row in combinations if row.low is not None and row.high is not None and row.high - row.low >= _WIDE]
+    # Rewards have no scale of their own.
+    shares = [row for row in combinations if row.accuracy is not None]
+    wide = [row for row in shares if row.low is not None and row.high is not None and row.high - row.low >= _WIDE]
     text = "Intervals are 95%, over problems and seeds."
     if not wide:
         return text
@@ -88,12 +90,12 @@ def _describe_intervals(plan: Plan, combinations: Sequence[CombinationRow]) -> s
 
 
 def describe_best(table: SweepTable) -> list[str]:
-    """Returns the winner with its accuracy, and whether it can be told from the others: a sentence each; [] = none."""
+    """Returns the winner with its result, and whether it can be told from the others: a sentence each; [] = none."""
     best = table.best
-    if best is None or best.accuracy is None:
+    if best is None or best.value is None:
         return []
-    found = f"best: {_name_combination(best)} with accuracy {best.accuracy:.3f}"
-    others = [row for row in table.combinations if row is not best and row.accuracy is not None]
+    found = f"best: {_name_combination(best)} with {table.measure} {best.value:.3f}"
+    others = [row for row in table.combinations if row is not best and row.value is not None]
     compared = [(row, row.difference) for row in others if row.difference is not None]
     equal = [row for row, difference in compared if difference.p >= SIGNIFICANT]
     if not compared:
@@ -102,7 +104,7 @@ def describe_best(table: SweepTable) -> list[str]:
         which = "the other" if len(compared) == 1 else f"all {len(compared)} others"
         left = f" that it can be compared with, of {len(others)}" if len(compared) < len(others) else ""
         return [found, f"It is better than {which}{left} (p below {SIGNIFICANT})."]
-    equal.sort(key=lambda row: -(row.accuracy or 0.0))
+    equal.sort(key=lambda row: -(row.value or 0.0))
     names = "; ".join(map(_name_combination, equal[:_MAX_NAMED]))
     more = f"; and {len(equal) - _MAX_NAMED} more" if len(equal) > _MAX_NAMED else ""
     num_seeds = max(5, 2 * len(table.seeds))

@@ -17,6 +17,7 @@ from cohort.config.document import collect_written_settings, get_variant_name
 from cohort.config.flags import format_setting
 from cohort.config.schema import RunConfig
 from cohort.errors import CohortError, RunError
+from cohort.evaluation.records import HELD_OUT_METRICS
 from cohort.run.directory import RunDirectory
 from cohort.run.finding import list_runs
 from cohort.run.store.reader import Reader
@@ -55,7 +56,7 @@ class TimeStats:
 
 def count_evaluations(config: RunConfig) -> int:
     """Returns how often a run is evaluated: before the first step, after the last, and every `eval.every` steps."""
-    if not config.has_accuracy:
+    if not config.is_evaluated:
         return 0
     every = config.eval.every
     return 2 + ((config.steps - 1) // every if every else 0)
@@ -87,12 +88,13 @@ def read_timing(path: Path, config: RunConfig) -> TimeStats | None:
     with Reader(path / "run.db", once=True) as reader:
         steps = reader.read_series("time/step")
         ended = {row.step: row.time for row in reader.read_metrics(name="time/step")}
-        evaluated = {row.step: row.time for row in reader.read_metrics(name="eval/accuracy")}
+        evaluated = {row.step: row.time for name in HELD_OUT_METRICS for row in reader.read_metrics(name=name)}
     later = [seconds for step, seconds in steps.items() if step > 1]
     if not later:
         return None
     spent = [evaluated[step] - ended[step] for step in evaluated if step in ended]
-    if not spent and config.has_accuracy:
+    # A task without held-out rows is never evaluated, though its config could be.
+    if not spent and evaluated:
         return None
     evaluation = statistics.median(spent) if spent else 0.0
     return TimeStats(step=statistics.median(later), evaluation=evaluation, source=f"the steps of {path}")

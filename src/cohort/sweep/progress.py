@@ -53,9 +53,10 @@ class LineProgress:
 def describe_report(report: Report) -> str:
     """Returns a report of a run in a few words: a step, an evaluation, a notice; "" for all others."""
     if report.get("kind") == "evaluation":
-        accuracy, setting = report.get("accuracy"), report.get("setting")
+        measure = "accuracy" if report.get("accuracy") is not None else "reward"
+        setting = report.get("setting")
         step = setting.get("step", 0) if isinstance(setting, Mapping) else 0
-        return f"held-out accuracy {_format(accuracy)} at step {step}"
+        return f"held-out {measure} {_format(report.get(measure))} at step {step}"
     if report.get("kind") == "event" and report.get("event") == "sweep":
         return str(report.get("text", ""))
     if report.get("kind") != "step":

@@ -21,9 +21,15 @@ class RunRow:
     state: str  # "done", "stopped", "failed" or "missing"
     step: int  # completed steps
     accuracy: float | None  # of its last evaluation; None = it has none
+    reward: float | None = None  # the mean reward of its last evaluation, where the task has no accuracy
     loss: float | None = None  # of the last step, for runs that are not evaluated
     why: str = ""  # the rule that stopped it, the last line of its error, or what is missing
     eval_command: list[str] = field(default_factory=list)  # words that evaluate it; RUN stands for its name
+
+    @property
+    def value(self) -> float | None:
+        """Its accuracy or, without one, its mean reward; None = it was not evaluated."""
+        return self.reward if self.accuracy is None else self.accuracy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +54,17 @@ class CombinationRow:
     num_stopped: int  # of these, stopped by a rule
     num_problems: int
     accuracy: float | None
+    reward: float | None = None  # the mean reward, where the task has no accuracy
     low: float | None  # of the 95% interval
     high: float | None
     loss: float | None = None
     is_best: bool = False
     difference: PairedDifference | None = None  # to the best; None = it is the best, or they cannot be compared
+
+    @property
+    def value(self) -> float | None:
+        """Its accuracy or, without one, its mean reward; None = it was not evaluated."""
+        return self.reward if self.accuracy is None else self.accuracy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +82,13 @@ class SweepTable:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def measure(self) -> str:
+        """What evaluations measured: "accuracy" or "reward"; "" = no run was evaluated."""
+        if any(row.accuracy is not None for row in self.combinations):
+            return "accuracy"
+        return "reward" if any(row.reward is not None for row in self.combinations) else ""
+
+    @property
     def best_runs(self) -> list[RunRow]:
         """The runs of the best combination that can be evaluated on the test split, in the order of their seeds.
 
@@ -81,7 +100,7 @@ class SweepTable:
 
     @property
     def best(self) -> CombinationRow | None:
-        """The combination with the best mean accuracy; None if there is none, or they have different problems."""
+        """The combination with the best mean result; None if there is none, or they have different problems."""
         return next((row for row in self.combinations if row.is_best), None)
 
 

@@ -33,12 +33,12 @@ def render_json(table: SweepTable) -> str:
 
 
 def make_combination_cells(table: SweepTable, digits: int = 3) -> CellTable:
-    """Returns one row per combination: its values, number of seeds, accuracy, and difference to the best.
+    """Returns one row per combination: its values, number of seeds, accuracy or reward, and difference to the best.
 
     `digits` are those after the point.
     """
     measure = _find_measure(table)
-    numbers = ["accuracy", "95% interval"] if measure == "accuracy" else [measure] if measure else []
+    numbers = [measure, "95% interval"] if table.measure else [measure] if measure else []
     numbers += ["to best", "95% interval", "p"] if table.best is not None else []
     return CellTable(
         header=[*table.axes, "seeds", *numbers],
@@ -47,9 +47,12 @@ def make_combination_cells(table: SweepTable, digits: int = 3) -> CellTable:
 
 
 def _find_measure(table: SweepTable) -> str:
-    """Returns what the runs are measured by: "accuracy", "loss" if none is evaluated, or "" if none has a result."""
-    if any(row.accuracy is not None for row in table.combinations):
-        return "accuracy"
+    """Returns what the runs are measured by: "accuracy" or "reward", "loss" if none is evaluated, "" without a result.
+
+    The loss is that of training.
+    """
+    if table.measure:
+        return table.measure
     return "loss" if any(row.state in ("done", "stopped") for row in table.runs) else ""
 
 
@@ -107,11 +110,11 @@ def _make_combination_cells(row: CombinationRow, table: SweepTable, measure: str
     """Returns the cells of a combination."""
     seeds = str(row.num_seeds) if row.num_seeds == len(table.seeds) else f"{row.num_seeds} of {len(table.seeds)}"
     cells = [*row.settings.values(), seeds]
-    if measure != "accuracy":
+    if not table.measure:
         return [*cells, *([_format_number(row.loss)] if measure else [])]
     mark = "*" if row.num_stopped else ""
-    accuracy = "-" if row.accuracy is None else f"{row.accuracy:.{digits}f}{mark}"
-    cells += [accuracy, _format_interval(row.low, row.high, digits)]
+    value = "-" if row.value is None else f"{row.value:.{digits}f}{mark}"
+    cells += [value, _format_interval(row.low, row.high, digits)]
     if table.best is None:
         return cells
     return [*cells, *(["best", "", ""] if row.is_best else _make_difference_cells(row.difference, digits))]
@@ -137,7 +140,7 @@ def _format_number(value: float | None) -> str:
 
 
 def make_run_cells(table: SweepTable) -> CellTable:
-    """Returns one row per run: its name, how it ended, its last step and its accuracy or loss."""
+    """Returns one row per run: its name, how it ended, its last step and its accuracy, reward or loss."""
     measure = _find_measure(table)
     return CellTable(
         header=["run", "state", "step", *([measure] if measure else []), "why"],
@@ -147,8 +150,8 @@ def make_run_cells(table: SweepTable) -> CellTable:
 
 def _make_run_row_cells(row: RunRow, measure: str) -> list[str]:
     """Returns the cells of a run."""
-    accuracy = "-" if row.accuracy is None else f"{row.accuracy:.3f}" + ("*" if row.state == "stopped" else "")
-    number = accuracy if measure == "accuracy" else _format_number(row.loss)
+    value = "-" if row.value is None else f"{row.value:.3f}" + ("*" if row.state == "stopped" else "")
+    number = value if measure in ("accuracy", "reward") else _format_number(row.loss)
     return [row.name, row.state, str(row.step), *([number] if measure else []), row.why]
 
 

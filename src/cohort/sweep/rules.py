@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
+from cohort.evaluation.records import ACCURACY, HELD_OUT_METRICS
 from cohort.logs.numbers import format_compact
 
-ACCURACY = "eval/accuracy"
 _EVALUATED = "eval/"  # how metrics of evaluations begin
 
 
@@ -91,9 +91,13 @@ def check_rules(rules: Sequence[StopRule], configs: Sequence[RunConfig]) -> None
         if not rule.needs_evaluation:
             continue
         for config in longer:
-            if not config.has_accuracy:
+            if not config.is_evaluated:
                 raise ConfigError(
                     f"{rule.spelling}: a run of this recipe is not evaluated. Name a metric of its steps."
+                )
+            if rule.metric in HELD_OUT_METRICS and rule.metric != f"eval/{config.measure}":
+                raise ConfigError(
+                    f"{rule.spelling}: evaluations of this recipe have no such number. Name eval/{config.measure}."
                 )
             if not config.eval.every or rule.step % config.eval.every:
                 raise ConfigError(

@@ -5,6 +5,7 @@ Nothing here depends on clocks, paths or the order in which runs ended: equal ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from cohort.evaluation.records import EvalItem, Evaluation
@@ -18,9 +19,11 @@ from cohort.sweep.statistics import (
     adjust_p_value,
     compute_p_value,
     estimate_difference,
+    estimate_mean,
     estimate_scatter,
     find_accuracy_interval,
     find_interval,
+    find_mean_interval,
 )
 from cohort.sweep.values import format_value
 
@@ -68,6 +71,7 @@ def _make_run_row(record: RunRecord) -> RunRow:
         state="missing" if result is None else result.state,
         step=0 if result is None else result.step,
         accuracy=None if record.evaluation is None else record.evaluation.accuracy,
+        reward=None if record.evaluation is None else record.evaluation.reward,
         loss=record.loss,
         why="" if result is None else result.why,
         eval_command=[] if result is None else result.eval_command,
@@ -88,12 +92,14 @@ def _find_obstacle(evaluated: Sequence[Mapping[int, RunRecord]]) -> str:
             one, two = first[a].evaluation, other[b].evaluation
             if not _is_comparable(one, two):
                 is_same = one and two and (one.setting.rows, one.setting.task) == (two.setting.rows, two.setting.task)
+                if is_same and one and two and one.setting.grader == two.setting.grader:
+                    return "by different coefficients of the reward"
                 return "by different graders" if is_same else "on different problems"
     return ""
 
 
 def _find_best(evaluated: Sequence[Mapping[int, RunRecord]]) -> int | None:
-    """Returns the index of the combination with the best mean accuracy, the first of equal ones; None if there is none.
+    """Returns the index of the combination with the best mean result, the first of equal ones; None = there is none.
 
     Only those with the most seeds count: one of few seeds may be good by luck.
     """
@@ -101,18 +107,18 @@ def _find_best(evaluated: Sequence[Mapping[int, RunRecord]]) -> int | None:
     if not most:
         return None
     candidates = [index for index, found in enumerate(evaluated) if len(found) == most]
-    return max(candidates, key=lambda index: (_mean_accuracy(evaluated[index]), -index))
+    return max(candidates, key=lambda index: (_mean_value(evaluated[index]), -index))
 
 
-def _mean_accuracy(found: Mapping[int, RunRecord]) -> float:
-    """Returns the mean accuracy over seeds."""
-    return mean([r.evaluation.accuracy for r in found.values() if r.evaluation is not None])
+def _mean_value(found: Mapping[int, RunRecord]) -> float:
+    """Returns the mean accuracy, or mean reward, over seeds."""
+    return mean([r.evaluation.value for r in found.values() if r.evaluation is not None])
 
 
 def _list_items(record: RunRecord) -> dict[str, EvalItem]:
     """Returns the problems of a run's evaluation that have a score, by id."""
     items = [] if record.evaluation is None else record.evaluation.items
-    return {item.id: item for item in items if item.correct}
+    return {item.id: item for item in items if item.scores}
 
 
 def _make_combination_row(
@@ -126,18 +132,22 @@ def _make_combination_row(
     by_seed = [_list_items(record) for record in found.values()]
     # A problem that could not be scored for one seed is left out for all.
     ids = [id for id in (by_seed[0] if by_seed else ()) if all(id in items for items in by_seed)]
-    low, high = None, None
+    ends: tuple[float, float] | None = None
+    is_share = all(r.evaluation is None or r.evaluation.accuracy is not None for r in found.values())
     if ids:
-        table = [[mean(items[id].correct) for id in ids] for items in by_seed]
-        scores = [[score for items in by_seed for score in items[id].correct] for id in ids]
-        low, high = find_accuracy_interval(table, scores, seed_parts)
+        table = [[mean(items[id].scores) for id in ids] for items in by_seed]
+        scores = [[score for items in by_seed for score in items[id].scores] for id in ids]
+        ends = (find_accuracy_interval if is_share else find_mean_interval)(table, scores, seed_parts)
+    low, high = ends or (None, None)
+    value = _mean_value(found) if found else None
     losses = [r.loss for r in group if r.loss is not None]
     return CombinationRow(
         settings={name: format_value(value) for name, value in group[0].run.values.items()},
         num_seeds=len(found) or len(losses),
         num_stopped=sum(r.result is not None and r.result.state == "stopped" for r in found.values()),
         num_problems=len(ids),
-        accuracy=_mean_accuracy(found) if found else None,
+        accuracy=value if is_share else None,
+        reward=None if is_share else value,
         low=low,
         high=high,
         loss=mean(losses) if losses else None,
@@ -150,7 +160,7 @@ def _estimate_scatter(evaluated: Sequence[Mapping[int, RunRecord]], best: int | 
     """Returns how much seeds scatter, from the combinations with all seeds of the best one; None if that is unknown."""
     complete = [found for found in evaluated if best is not None and found.keys() == evaluated[best].keys()]
     seeds = list(complete[0]) if complete else []
-    return estimate_scatter([[_mean_accuracy({seed: found[seed]}) for found in complete] for seed in seeds])
+    return estimate_scatter([[_mean_value({seed: found[seed]}) for found in complete] for seed in seeds])
 
 
 def _list_parts(scatter: SeedStats | None, found: Mapping[int, RunRecord]) -> tuple[VariancePart, ...]:
@@ -167,40 +177,46 @@ def _compare_with_best(
     """
     if best is None:
         return {}
+    is_share = all(r.evaluation is None or r.evaluation.accuracy is not None for r in evaluated[best].values())
+    # Of one problem nothing tells how much rewards scatter; that of an accuracy is between 0 and 1.
     tables = {
         index: table
         for index, other in enumerate(evaluated)
-        if index != best and (table := _subtract(evaluated[best], other))
+        if index != best and (table := _subtract(evaluated[best], other)) and (is_share or len(table[0]) > 1)
     }
     parts = scatter.difference_parts if scatter is not None else ()
     return {
-        index: _make_difference(table, len(tables), parts if len(table) == len(evaluated[best]) else ())
+        index: _make_difference(table, len(tables), parts if len(table) == len(evaluated[best]) else (), is_share)
         for index, table in tables.items()
     }
 
 
 def _subtract(best: Mapping[int, RunRecord], other: Mapping[int, RunRecord]) -> list[list[float]]:
-    """Returns the accuracy of `other` less that of `best`, by seed and problem, where both have them; [] = nowhere."""
+    """Returns the results of `other` less those of `best`, by seed and problem, where both have them; [] = nowhere."""
     seeds = [seed for seed in best if seed in other]
     pairs = [(_list_items(best[seed]), _list_items(other[seed])) for seed in seeds]
     same = all(_is_comparable(best[seed].evaluation, other[seed].evaluation) for seed in seeds)
     ids = [id for id in (pairs[0][0] if pairs else ()) if all(id in a and id in b for a, b in pairs)]
     if not same or not ids:
         return []
-    return [[mean(b[id].correct) - mean(a[id].correct) for id in ids] for a, b in pairs]
+    return [[mean(b[id].scores) - mean(a[id].scores) for id in ids] for a, b in pairs]
 
 
 def _make_difference(
-    table: Sequence[Sequence[float]], num_comparisons: int, seed_parts: Sequence[VariancePart]
+    table: Sequence[Sequence[float]], num_comparisons: int, seed_parts: Sequence[VariancePart], is_share: bool
 ) -> PairedDifference:
-    """Returns the mean of a table of differences with its interval and p-value, which allow for all comparisons."""
-    estimate = estimate_difference(table, seed_parts)
+    """Returns the mean of a table of differences with its interval and p-value, which allow for all comparisons.
+
+    `is_share` = they are differences of accuracies, which lie between -1 and 1.
+    """
+    estimate = (estimate_difference if is_share else estimate_mean)(table, seed_parts)
+    limit = 1.0 if is_share else math.inf
     low, high = find_interval(estimate, num_comparisons)
     p = compute_p_value(estimate)
     return PairedDifference(
         mean=mean([mean(row) for row in table]),
-        low=max(-1.0, low),
-        high=min(1.0, high),
+        low=max(-limit, low),
+        high=min(limit, high),
         p=adjust_p_value(p, num_comparisons),
         p_single=p,
         num_seeds=len(table),
@@ -209,7 +225,8 @@ def _make_difference(
 
 
 def _is_comparable(a: Evaluation | None, b: Evaluation | None) -> bool:
-    """Returns whether two evaluations have the same problems and grader."""
+    """Returns whether two evaluations have the same problems, grader and coefficients of the reward."""
     if a is None or b is None:
         return False
-    return (a.setting.grader, a.setting.rows, a.setting.task) == (b.setting.grader, b.setting.rows, b.setting.task)
+    one, two = a.setting, b.setting
+    return (one.grader, one.rows, one.task, one.reward) == (two.grader, two.rows, two.task, two.reward)

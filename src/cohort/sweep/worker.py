@@ -217,10 +217,11 @@ def require_planned(found: RunConfig, planned: RunConfig, step: int) -> None:
 def _find_eval_command(job: RunnableJob, step: int) -> list[str]:
     """Returns the words after `cohort` that evaluate the model of a run, in which RUN stands for its path; [] if none.
 
-    They name no split, so the problems are those of the test split.
+    They name no split, so the problems are those of the test split. A task without test rows has no such command.
     """
     commands = job.suggest_commands(Path("RUN"), step)
-    return next((words[1:] for words in commands if words[1] == "eval" and f"RUN@{step}" in words), [])
+    on_test = [words for words in commands if words[1] == "eval" and "--split" not in words]
+    return next((words[1:] for words in on_test if f"RUN@{step}" in words), [])
 
 
 if __name__ == "__main__":

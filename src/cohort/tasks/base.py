@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -16,13 +17,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from numbers import Real
 from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 from cohort.errors import TaskError
 from cohort.registry import Registry, is_same_definition
-from cohort.tasks.calls import get_gold, iterate_rows, quote_id
+from cohort.tasks.calls import iterate_rows, quote_id
 from cohort.tasks.formats import has_half_character
+from cohort.tasks.parts import NO_PART, check_parts, get_declared, is_computed, read_part_rules
 from cohort.types import Answer, Message, Outcome, Row
 from cohort.user_code import describe_result, report_errors
 
@@ -37,23 +38,33 @@ BUILT_IN = {
     "amc": "cohort.tasks.mathematics.task",
     "arithmetic": "cohort.tasks.arithmetic",
     "calculator": "cohort.tasks.calculator",
+    "code": "cohort.tasks.code.task",
     "countdown": "cohort.tasks.countdown",
     "gsm8k": "cohort.tasks.gsm8k",
     "ifeval": "cohort.tasks.ifeval.task",
     "math12k": "cohort.tasks.mathematics.task",
     "math500": "cohort.tasks.mathematics.task",
     "minerva": "cohort.tasks.mathematics.task",
+    "mix": "cohort.tasks.mix",
     "olympiad": "cohort.tasks.mathematics.task",
+    "reasoning_gym": "cohort.tasks.reasoning_gym.task",
+    "rows": "cohort.tasks.rows",
     "search_qa": "cohort.tasks.search.task",
+    "textarena": "cohort.tasks.textarena",
 }
 
 # What the rows of a split are needed for, in messages.
-_NEEDED_FOR = {"train": ", which a run trains on", "test": ", on which every run is evaluated"}
-# The methods that Cohort calls, with their arguments after self. The last three are optional.
+_NEEDED_FOR = {
+    "train": ", which a run trains on",
+    "test": ", so there is nothing to evaluate; --split validation (of a run: --eval.split validation) cuts some from "
+    "its training rows",
+}
+# The methods that Cohort calls, with their arguments after self. All but `rows` and `prompt` are optional.
 _METHODS = {
     "rows": ("split",),
     "prompt": ("row",),
     "score": ("row", "answer"),
+    "score_group": ("row", "answers"),
     "gold": ("row",),
     "summary": ("rows", "parts"),
     "environment": (),
@@ -65,27 +76,43 @@ TASKS: Registry[type] = Registry("task", modules=BUILT_IN)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Reward parts by name, with the grader's reason for them. `score` returns this or a bare dict of parts."""
+    """Reward parts by name, with the grader's reason for them. `score` returns this or a bare dict of parts.
 
-    parts: Mapping[str, float]
+    `parts` is a dict of numbers by part, where None = the part does not apply, or the number of the only part.
+    """
+
+    parts: Any
     reason: str = ""
 
 
 class Task(Protocol):
     """The attributes and methods that every class has after `@cohort.task`.
 
-    A class may also have `gold(row) -> str`, a right answer as text: the self-check scores it. For conversations it has
+    A class may also have `gold(row) -> str`, a right answer as text: the self-check scores it. In place of `score` it
+    may have `score_group(row, answers)`, which scores the answers of a group together, or `rewards`, a list of
+    functions in the style of TRL, verl or Cohort (`cohort.tasks.rewards`). Graders may be `async`. For conversations
+    it has
     `tools`, functions that the model may call, or `environment()`, a new object per episode, or both: see
     `cohort.tasks.conversation`. A task with an environment needs no `prompt` and no `score`.
+
+    A class whose settings depend on some of them has `choose_class(settings)` and `choose(settings)`: see the functions
+    `choose_class` and `choose_task`.
+    `coefficients` has the coefficients of parts that are not 1 by default.
     """
 
     name: ClassVar[str]
-    accuracy: ClassVar[str]  # the part, 0 or 1, that evaluation reports
+    accuracy: ClassVar[str | None]  # the part, 0 or 1, that evaluation reports; None = it reports the mean reward
     parts: ClassVar[tuple[str, ...]]  # every part `score` returns, no more and no fewer
+    optional_parts: ClassVar[bool]  # whether `score` may give None for a part that does not apply to an answer
     work_seconds: ClassVar[float]
     """CPU seconds that the grader may spend on an answer. An answer that takes longer, or that makes the grader run out
     of memory, counts as wrong. For graders whose work depends on the answer. 0 = a grader that takes too long has
     failed, and its answer gets no score."""
+    service: ClassVar[bool]
+    """Whether the grader asks an outside service, such as a judge. Many answers are then scored at once, a time-out or
+    an exception is a failure that is tried again, and outcomes are kept in the run's journal. It is True if the grader
+    is declared with `async def`, unless the class says otherwise."""
+    needs_sandbox: ClassVar[bool]  # whether the grader runs programs of the model, which must not see keys
     max_tokens: ClassVar[int]  # limit of a completion's tokens in evaluations that do not set one
     packages: ClassVar[Mapping[str, str]]
     """Modules that the grader needs beyond Cohort's own dependencies, each with what `pip install` is told. A scoring
@@ -100,8 +127,8 @@ class Task(Protocol):
         A final assistant message is one that the model continues.
         """
 
-    def score(self, row: Row, answer: Answer) -> Mapping[str, float] | Verdict:
-        """Returns the reward's parts for an answer, by name.
+    def score(self, row: Row, answer: Answer) -> Mapping[str, float | None] | float | Verdict:
+        """Returns the reward's parts for an answer, by name; of a task with one part, its number will do.
 
         A wrong answer gets low parts; an exception is a bug in the grader.
         """
@@ -135,8 +162,14 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         A class that is no dataclass is made one. Raises TaskError for a class that cannot be a task, and for a name
         that is taken.
         """
+        # A class that makes functions a setting calls them itself.
+        if hasattr(cls, "rewards") and "rewards" not in inspect.get_annotations(cls):
+            # Imported here, because that module needs this one.
+            importlib.import_module("cohort.tasks.rewards").add_reward_functions(cls, name)
         # An environment may bring the first messages and the reward itself.
-        for method in ("rows",) if hasattr(cls, "environment") else ("rows", "prompt", "score"):
+        needed = ("rows",) if hasattr(cls, "environment") else ("rows", "prompt")
+        has_score = any(hasattr(cls, method) for method in ("score", "score_group", "environment"))
+        for method in needed if has_score else (*needed, "score"):
             if not callable(getattr(cls, method, None)):
                 raise TaskError(f'task "{name}": class {cls.__name__} has no method {method}; define it in the class')
         if not dataclasses.is_dataclass(cls):
@@ -146,26 +179,25 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
                 f'task "{name}": the dataclass {cls.__name__} is not frozen; write @dataclass(frozen=True) on the '
                 "class or parent class that has @dataclass"
             )
-        accuracy = getattr(cls, "accuracy", "correct")
-        parts = tuple(getattr(cls, "parts", (accuracy,)))
-        if accuracy not in parts:
-            raise TaskError(
-                f'task "{name}": accuracy is "{accuracy}", which is not among its parts {list(parts)}; '
-                "add it to parts, or set accuracy to one of them"
-            )
-        work_seconds = getattr(cls, "work_seconds", 0.0)
-        packages = dict(getattr(cls, "packages", {}))
+        rules = read_part_rules(name, cls)
+        work_seconds = get_declared(cls, "work_seconds", 0.0)
+        packages = dict(get_declared(cls, "packages", {}))
         if not isinstance(work_seconds, int | float) or not 0 <= work_seconds < math.inf:
             raise TaskError(
                 f'task "{name}": work_seconds is {work_seconds!r}; it must be a finite number of seconds, 0 or more'
             )
-        attributes = {"name": name, "accuracy": accuracy, "parts": parts}
-        max_tokens = getattr(cls, "max_tokens", DEFAULT_MAX_TOKENS)
+        attributes: dict[str, Any] = {"name": name}
+        attributes |= {"accuracy": rules.accuracy, "parts": rules.parts, "optional_parts": rules.optional}
+        max_tokens = get_declared(cls, "max_tokens", DEFAULT_MAX_TOKENS)
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise TaskError(f'task "{name}": max_tokens is {max_tokens!r}; it must be a whole number of at least 1')
         attributes |= {"work_seconds": float(work_seconds), "packages": packages, "max_tokens": max_tokens}
+        needs_sandbox = bool(get_declared(cls, "needs_sandbox", False))
+        attributes |= {"service": _read_service(name, cls), "needs_sandbox": needs_sandbox}
         for key, value in attributes.items():
-            setattr(cls, key, value)
+            # A property computes it from the settings of each task.
+            if not is_computed(cls, key):
+                setattr(cls, key, value)
         # The same definition may be registered again, as when a script that runs as __main__ is loaded once more by its
         # path. Another class of the same name is refused, also where a built-in task has it and is not imported yet.
         known = TASKS.get(name)
@@ -178,6 +210,24 @@ def task(name: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return register
+
+
+def _read_service(name: str, cls: type) -> bool:
+    """Returns whether a task's grader asks an outside service: what its class says, or whether it is a coroutine.
+
+    Raises TaskError if the class also has `work_seconds`: a time-out is then a failure and a wrong answer.
+    """
+    graders = [getattr(cls, method, None) for method in ("score", "score_group")]
+    service = get_declared(cls, "service", any(inspect.iscoroutinefunction(grader) for grader in graders))
+    if not isinstance(service, bool):
+        raise TaskError(f'task "{name}": service is {service!r}; it must be True or False')
+    work_seconds: Any = get_declared(cls, "work_seconds", 0.0)
+    if service and work_seconds:
+        raise TaskError(
+            f'task "{name}" has work_seconds, so that an answer over the limit is wrong, and asks an outside service, '
+            "whose time-out is a failure; leave work_seconds out, or set service = False in the class"
+        )
+    return service
 
 
 def _check_signature(name: str, cls: type, method: str, words: tuple[str, ...]) -> None:
@@ -212,6 +262,27 @@ def make_with_defaults(cls: type[T]) -> T:
         return cls()
 
 
+def choose_class(cls: type, settings: Mapping[str, Any]) -> type:
+    """Returns the class that the settings of a task choose: `cls` itself for almost all tasks.
+
+    A task may have fields that depend on other settings, such as those of a chosen data set. It has then a class method
+    `choose_class(settings)`, which returns a subclass with these fields, always the same one for the same settings.
+    `settings` are values, or texts of a command line, and may be incomplete or wrong.
+    """
+    chooser = getattr(cls, "choose_class", None)
+    return cls if chooser is None else chooser(settings)
+
+
+def choose_task(task: Any, settings: Mapping[str, Any]) -> Any:
+    """Returns a task with the fields that `settings`, changes of its settings, choose; the task itself if it has them.
+
+    A task with the class method `choose_class` has a method `choose(settings)` for it. A new task has the settings that
+    chose its class, keeps those that do not depend on them, and has the defaults of all others.
+    """
+    chooser = getattr(task, "choose", None)
+    return task if chooser is None else chooser(settings)
+
+
 def get_task(name: str) -> type:
     """Returns the task class registered under `name`; its constructor takes the settings.
 
@@ -228,7 +299,13 @@ def list_task_names() -> list[str]:
 
 def has_conversations(task: Any) -> bool:
     """Returns whether a task has tools or an environment, so that an episode may have several turns."""
-    return hasattr(task, "environment") or bool(getattr(task, "tools", ()))
+    # A mixture has those of its tasks.
+    return any(hasattr(own, "environment") or bool(getattr(own, "tools", ())) for own in list_own_tasks(task))
+
+
+def list_own_tasks(task: Any) -> tuple[Any, ...]:
+    """Returns the tasks that a mixture consists of; any other task alone. Those in files of users are loaded."""
+    return tuple(task.own_tasks.values()) if hasattr(task, "for_row") else (task,)
 
 
 def require(task: str, holds: bool, rule: str) -> None:
@@ -252,18 +329,18 @@ def check_packages(task: Task) -> None:
             )
 
 
-def load_rows(task: Task, split: str, limit: int = 0) -> list[Row]:
+def load_rows(task: Task, split: str, limit: int = 0, may_be_empty: bool = False) -> list[Row]:
     """Returns the rows of a split as plain JSON values, each with an `id`, a string that no other row has.
 
     At most the first `limit` rows are read; 0 = all. A row without an id gets a hash of its content, so that the id
     stays when the data are reordered. Raises TaskError for two rows with the same id (equal rows without one included),
-    for a row that is no dict of JSON values, for a split without rows, and for one with more than MAX_ROWS. Raises
-    UserCodeError if the `rows` of a user's task raises.
+    for a row that is no dict of JSON values, for a split without rows unless it `may_be_empty`, and for one with more
+    than MAX_ROWS. Raises UserCodeError if the `rows` of a user's task raises.
     """
     rows: list[Row] = []
     first_index: dict[str, int] = {}
     for index, raw in enumerate(islice(iterate_rows(task, split), limit or None)):
-        row = _normalise_row(task.name, index, raw)
+        row = normalise_row(task.name, index, raw)
         if row["id"] in first_index:
             raise TaskError(
                 f'task "{task.name}": rows {first_index[row["id"]]} and {index} (counted from 0) of "{split}" have the '
@@ -276,7 +353,7 @@ def load_rows(task: Task, split: str, limit: int = 0) -> list[Row]:
             )
         first_index[row["id"]] = index
         rows.append(row)
-    if not rows:
+    if not rows and not may_be_empty:
         raise TaskError(
             f'task "{task.name}" has no rows for the split "{split}"{_NEEDED_FOR.get(split, "")}. Give it some: in its '
             f'method `rows`, which is called with "{split}", or in the data that its settings name'
@@ -284,7 +361,12 @@ def load_rows(task: Task, split: str, limit: int = 0) -> list[Row]:
     return rows
 
 
-def _normalise_row(name: str, index: int, raw: Any) -> Row:
+def has_rows(task: Task, split: str) -> bool:
+    """Returns whether a task has at least one row for a split. Raises what `load_rows` raises for the first row."""
+    return bool(load_rows(task, split, limit=1, may_be_empty=True))
+
+
+def normalise_row(name: str, index: int, raw: Any) -> Row:
     """Returns a raw row as a new dict of plain JSON values, with a string `id` as its first field.
 
     Without an id, or with None, a hash of the row is its id. `name` is the task and `index` the row's number, for error
@@ -315,71 +397,22 @@ def _normalise_row(name: str, index: int, raw: Any) -> Row:
     return {"id": str(identity), **{k: v for k, v in row.items() if k != "id"}}
 
 
-def check_parts(name: str, row_id: str, declared: tuple[str, ...], accuracy: str, scored: Any) -> dict[str, float]:
-    """Returns the reward parts that a grader gave as floats, in the order of `declared`, the task's part names.
+def make_outcome(task: Task, row: Row, scored: Any) -> Outcome:
+    """Returns what a grader returned for an answer as an outcome: its parts and its reason.
 
-    `scored` is what the grader returned, `accuracy` the name of the part that must be 0 or 1, and `name` and `row_id`
-    are the task and the row, for messages. Raises TaskError if `scored` is no dict, for a missing or undeclared part, a
-    value that is no finite number, and an accuracy other than 0 and 1.
-
-    >>> check_parts("t", "0", ("correct", "format"), "correct", {"format": 0.5, "correct": True})
-    {'correct': 1.0, 'format': 0.5}
+    `scored` is a Verdict, a dict of parts or, if the task has one part, a number. If no part applies to the answer, the
+    outcome is a failure. Raises TaskError if the parts are not valid.
     """
-    where = f'task "{name}", row "{row_id}"'
-    if not isinstance(scored, Mapping):
-        raise TaskError(
-            f"{where}: method `score` gave parts as a {type(scored).__name__}; return a dict, or Verdict(dict)"
-        )
-    if scored.keys() != set(declared):
-        missing = [part for part in declared if part not in scored]
-        extra = [str(part) for part in scored if part not in declared]
-        if missing:
-            raise TaskError(
-                f"{where}: the method `score` returned no part {missing[0]!r}, but the task declares parts = "
-                f"{declared!r}; return all of these, or change parts"
-            )
-        raise TaskError(
-            f"{where}: the method `score` returned the part {extra[0]!r}, but the task declares parts = {declared!r}; "
-            "leave it out, or add it to parts"
-        )
-    parts: dict[str, float] = {}
-    for part in declared:
-        value = scored[part]
-        # `Real` includes booleans and the numbers of numpy; strings and None are refused.
-        if not isinstance(value, Real):
-            raise TaskError(f"{where}: method `score` gave {str(value)[:40]!r} for part {part!r}; return a number")
-        try:
-            parts[part] = float(value)
-        except OverflowError:
-            # An int too large for a float is refused below like infinity.
-            parts[part] = math.inf
-        if not math.isfinite(parts[part]):
-            raise TaskError(
-                f"{where}: method `score` gave {parts[part]} (as a float) for {part!r}; return a finite number"
-            )
-    if parts[accuracy] not in (0.0, 1.0):
-        raise TaskError(
-            f"{where}: method `score` gave {parts[accuracy]} for {accuracy!r}, the accuracy; return 0 or 1 for it. For "
-            f'partial credit add a part of your own: parts = ({accuracy!r}, "credit"), and return both'
-        )
-    return parts
-
-
-def grade(task: Task, row: Row, answer: Answer) -> Outcome:
-    """Scores one answer with the task's grader, in this process, and returns its parts and reason as an outcome.
-
-    The reason is cut to MAX_REASON characters. Raises TaskError if the parts are not valid, and whatever the grader
-    raises. Runs use the worker processes of a ScoringPool instead.
-    """
-    scored = task.score(row, answer)
     verdict = scored if isinstance(scored, Verdict) else Verdict(scored)
-    if verdict.parts is None:
+    # Who lets parts be None may write None for the only one.
+    if verdict.parts is None and not (task.optional_parts and len(task.parts) == 1 and task.accuracy is None):
         raise TaskError(
             f'task "{task.name}", row "{row.get("id", "?")}": the method `score` returned '
-            f"{describe_result(None, type(task).score)}; return a dict of parts, or Verdict(dict)"
+            f"{describe_result(None, getattr(type(task), 'score', None))}; return a dict of parts, or Verdict(dict)"
         )
-    parts = check_parts(task.name, str(row.get("id", "?")), task.parts, task.accuracy, verdict.parts)
-    return Outcome(parts=parts, reason=str(verdict.reason)[:MAX_REASON])
+    given = {} if verdict.parts is None else verdict.parts
+    parts = check_parts(task.name, str(row.get("id", "?")), task.parts, task.accuracy, given, task.optional_parts)
+    return Outcome(parts=parts, reason=str(verdict.reason), failure="" if parts else NO_PART)
 
 
 def make_plain_answer(text: str) -> Answer:
@@ -388,49 +421,3 @@ def make_plain_answer(text: str) -> Answer:
     Its number of tokens is the number of words, and its conversation is empty.
     """
     return Answer(text=text, full=text, finish="stop", num_tokens=len(text.split()), conversation=[])
-
-
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    """The result of a self-check: how many rows passed, and for how many of them a gold answer was scored."""
-
-    num_rows: int
-    num_gold: int
-
-
-def run_self_check(task: Task, num_rows: int = 20) -> SelfCheck:
-    """Scores an empty answer and, where the task has `gold`, a right one on the first `num_rows` rows of each split.
-
-    The splits are train and test. Returns how many rows passed, both splits together, and for how many of them a gold
-    answer was scored. Raises TaskError if any part of an empty answer is above 0, if a gold answer is not right, if a
-    row or its parts are not valid, or if there are no rows in either split.
-    """
-    checked = 0
-    for split in ("train", "test"):
-        for index, raw in enumerate(islice(iterate_rows(task, split), num_rows)):
-            row = _normalise_row(task.name, index, raw)
-            where = f'task "{task.name}", row "{row["id"]}" of "{split}"'
-            # Only the environment knows what an episode earns.
-            if hasattr(task, "environment"):
-                checked += 1
-                continue
-            empty = grade(task, row, make_plain_answer(""))
-            if empty.parts[task.accuracy] != 0 or max(empty.parts.values()) > 0:
-                raise TaskError(
-                    f"{where}: an empty answer scores {empty.parts}; correct method `score`: no part may be above 0"
-                )
-            text = get_gold(task, row)
-            if text is not None:
-                best = grade(task, row, make_plain_answer(text))
-                if best.parts[task.accuracy] != 1:
-                    raise TaskError(
-                        f"{where}: the gold answer {text!r} scores {best.parts} (reason: {best.reason or 'none'}); "
-                        f"its {task.accuracy} must be 1: correct the task's method `gold` or `score`"
-                    )
-            checked += 1
-    if not checked:
-        raise TaskError(
-            f'no row of task "{task.name}" was checked; its method `rows` must yield some for "train" or "test", '
-            "and num_rows must be at least 1"
-        )
-    return SelfCheck(checked, checked if hasattr(task, "gold") else 0)

@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     from cohort.tasks.base import Task
 
 
+def resolve_row(task: Any, row: Row) -> tuple[Any, Row]:
+    """Returns the task that a row belongs to, and the row as that task knows it: a mixture has rows of other tasks.
+
+    Any other task is returned itself, with the row unchanged.
+    """
+    return task.for_row(row) if hasattr(task, "for_row") else (task, row)
+
+
+def get_label(task: Any, row: Row) -> str:
+    """Returns the name under which a row's prompts are known: its task's label in a mixture, or the task's name."""
+    label: str = task.get_label(row) if hasattr(task, "get_label") else task.name
+    return label
+
+
 def iterate_rows(task: Task, split: str) -> Iterator[Any]:
     """Yields what the task's method `rows` gives for a split, unchecked.
 
@@ -52,15 +66,17 @@ def describe_columns(row: Row) -> str:
 
 
 def call_prompt(task: Task, row: Row, number: str = "") -> Any:
-    """Returns what the task's method `prompt` returns for a row, unchecked.
+    """Returns what the task's method `prompt` returns for a row, unchecked; a text as one message of the user.
 
     `number` says which row it is, such as "row 17 of train", for the message. Raises UserCodeError if the method of a
     user's task raises.
     """
+    task, row = resolve_row(task, row)
     about = "; ".join(text for text in (number, describe_columns(row)) if text)
     what = f'the method prompt of the task "{task.name}", for row {quote_id(row["id"])} ({about}),'
     with report_errors(what, type(task)):
-        return task.prompt(row)
+        prompt: Any = task.prompt(row)
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def make_messages(task: Task, row: Row) -> list[Message]:
@@ -69,6 +85,7 @@ def make_messages(task: Task, row: Row) -> list[Message]:
     Raises TaskError if the method `prompt` returns no list of messages that can be written as JSON and as text, and
     UserCodeError if that of a user's task raises.
     """
+    task, row = resolve_row(task, row)
     return check_messages(call_prompt(task, row), f"{_name_row(task, row)}: the method `prompt`", type(task).prompt)
 
 
@@ -116,6 +133,7 @@ def get_gold(task: Any, row: Row) -> str | None:
 
     Raises TaskError if it is no text, and UserCodeError if the `gold` of a user's task raises.
     """
+    task, row = resolve_row(task, row)
     gold = getattr(task, "gold", None)
     if gold is None:
         return None

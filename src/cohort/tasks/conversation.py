@@ -16,9 +16,10 @@ from numbers import Real
 from typing import Any
 
 from cohort.errors import TaskError
-from cohort.tasks.base import Task, grade, has_conversations
-from cohort.tasks.calls import check_messages, make_messages, quote_id
+from cohort.tasks.base import Task, has_conversations
+from cohort.tasks.calls import check_messages, get_label, make_messages, quote_id, resolve_row
 from cohort.tasks.environment import KeyedDraws, Opening, Step
+from cohort.tasks.grading import grade
 from cohort.tools.formats import FORMATS, FormatName, NamedResult
 from cohort.tools.run import CallLimits, run_calls
 from cohort.tools.schema import Tool, make_tools
@@ -58,6 +59,7 @@ def open_episode(task: Task, row: Row, draws: KeyedDraws) -> OpenedEpisode:
 
     Raises TaskError if they are no messages or a tool cannot be described, and UserCodeError if the user's code raises.
     """
+    task, row = resolve_row(task, row)
     environment = _make_environment(task)
     where = f'task "{task.name}", row {quote_id(row["id"])}'
     if environment is None:
@@ -78,7 +80,7 @@ def make_opening(task: Task, row: Row) -> Opening:
     """
     if not has_conversations(task):
         return Opening(messages=make_messages(task, row))
-    key = Key(seed=0, purpose="train", task=task.name, prompt_id=row["id"], visit=0, sample=-1)
+    key = Key(seed=0, purpose="train", task=get_label(task, row), prompt_id=row["id"], visit=0, sample=-1)
     return open_episode(task, row, KeyedDraws(key)).describe()
 
 
@@ -168,17 +170,19 @@ class ConversationEnvironment:
     """The environment of a task with tools, with an environment of its own, or with both."""
 
     def __init__(self, task: Task, rules: ConversationRules) -> None:
-        self.task = task
+        self.task = task  # that of the row, once the episode is open
         self.rules = rules
         self.row: Row = {}
+        self._given: tuple[Any, Row] = (task, {})  # the task and the row of the prompt, which may be those of a mixture
         self.num_turns = 0
         self.outcomes: list[str] = []  # of all calls so far
         self._opened = OpenedEpisode(messages=[], tools={}, environment=None)
 
     def start(self, row: Row, draws: KeyedDraws) -> Opening:
         """Opens the episode of a row and returns its first messages and tools."""
-        self.row = row
-        self._opened = open_episode(self.task, row, draws)
+        self._given = (self._given[0], row)
+        self.task, self.row = resolve_row(*self._given)
+        self._opened = open_episode(self.task, self.row, draws)
         return self._opened.describe()
 
     def step(self, answer: Answer) -> Step:
@@ -186,6 +190,10 @@ class ConversationEnvironment:
 
         An answer that was cut off, and one at a limit of turns or calls, ends the episode.
         """
+        return self._rename_parts(self._step(answer))
+
+    def _step(self, answer: Answer) -> Step:
+        """Returns the step for an answer, with the parts as the row's own task names them."""
         self.num_turns += 1
         if self.num_turns == 1:
             self._require_same_opening(answer)
@@ -207,7 +215,14 @@ class ConversationEnvironment:
 
     def close(self, answer: Answer, limit: Finish) -> Step:
         """Scores the conversation as it is, because there is no room for a further turn."""
-        return replace(self._score(answer), ending=str(limit))
+        return self._rename_parts(replace(self._score(answer), ending=str(limit)))
+
+    def _rename_parts(self, step: Step) -> Step:
+        """Returns the step with the names that the task of the prompt has for the parts: a mixture may have others."""
+        task, row = self._given
+        if task is self.task or step.parts is None:
+            return step
+        return replace(step, parts=task.rename_parts(row, step.parts))
 
     def _limit_turns(self, step: Step, answer: Answer) -> Step:
         """Returns the step, or the last one of the episode if the policy has no turn left."""
@@ -278,8 +293,8 @@ class ConversationEnvironment:
 def _read_reward(task: Task, found: Any) -> dict[str, float]:
     """Returns what `get_reward` returned as the parts of the task: a dict of them, or a number.
 
-    A number becomes the part "reward", if the task declares it; the accuracy is then whether it is at least 1. A task
-    that declares only the accuracy gets the number itself.
+    A number becomes the part "reward", if the task declares it; the accuracy, if there is one, is then whether it is at
+    least 1. A task that declares only one part gets the number itself.
     """
     if isinstance(found, Mapping):
         return dict(found)
@@ -287,5 +302,5 @@ def _read_reward(task: Task, found: Any) -> dict[str, float]:
         raise TaskError(f'task "{task.name}": get_reward returned {str(found)[:40]!r}; return a number or a dict')
     value = float(found)
     if "reward" not in task.parts:
-        return {task.accuracy: value}
-    return {"reward": value, task.accuracy: float(value >= 1.0)}
+        return {task.accuracy or task.parts[0]: value}
+    return {"reward": value} | ({task.accuracy: float(value >= 1.0)} if task.accuracy is not None else {})

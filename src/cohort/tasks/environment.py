@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cohort.errors import TaskError
-from cohort.tasks.base import Task, grade
+from cohort.tasks.base import Task
 from cohort.tasks.draws import Draws
+from cohort.tasks.grading import grade
 from cohort.types import Answer, Finish, Key, Message, Row
 
 # Environments kept in memory. One that was dropped is replayed when the next answer of its episode comes.
@@ -159,7 +160,8 @@ class ThinkAgain:
         step, rules = self.inner.step(answer), self.rules
         self.num_turns += 1
         step = replace(step, cost=step.cost + rules.cost * (self.num_turns - 1))
-        if not step.done or step.parts is None:
+        # An answer to which no part applies has no reward, so that it is not a low one.
+        if not step.done or not step.parts:
             return step
         # An answer that was cut off has not ended its turn, so no user's turn can follow it.
         if self.num_turns > rules.attempts or answer.finish != Finish.STOP:

@@ -81,6 +81,14 @@ def find_source(task: str, split: str, data: str, places: Mapping[str, Place]) -
     return source
 
 
+def lacks_test_file(data: str) -> bool:
+    """Returns whether a path with {split} names a training file that exists and a test file that does not."""
+    if "{split}" not in data:
+        return False
+    train, test = (os.path.expandvars(os.path.expanduser(data.replace("{split}", split))) for split in SPLITS)
+    return os.path.exists(train) and not os.path.exists(test)
+
+
 def locate_rows(data: str, split: str, flag: str = DATA_FLAG) -> RowSource:
     """Returns the source that a setting names: the path of a file, or owner/name of a data set on the hub.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import TaskError
-from cohort.tasks.base import TASKS, Task
+from cohort.tasks.base import TASKS, Task, choose_class, list_own_tasks
 from cohort.user_code import split_spec
 
 
@@ -58,7 +58,7 @@ class TaskRef:
         have or does not allow, ConfigError for a missing file or an unknown task, and UserCodeError if the user's
         file raises.
         """
-        cls = TASKS.find(f"{self.path}:{self.name}" if self.path else self.name)
+        cls = choose_class(TASKS.find(f"{self.path}:{self.name}" if self.path else self.name), self.settings)
         fields = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(self.settings.keys() - fields.keys())
         if unknown:
@@ -82,8 +82,10 @@ def compute_grader_digest(task: Task) -> str:
     """Returns "NAME-DIGEST" for the code that scores a task; another digest means that scores may have changed.
 
     The digest covers the source of the task's module and of all loaded modules that it imports from `cohort.tasks` or
-    from its own folder or package, directly or through others, and the versions of the packages that the task needs.
-    `cohort.tasks.base`, this module, settings and other packages are not covered.
+    from its own folder or package, directly or through others, the files of functions that its settings name
+    (`grader_files`), and the versions of the packages that the task needs.
+    `cohort.tasks.base`, this module, settings and other packages are not covered. That of a mixture covers all its
+    tasks.
     """
     waiting = [type(task).__module__]
     sources: dict[str, bytes] = {}
@@ -100,8 +102,12 @@ def compute_grader_digest(task: Task) -> str:
             continue
         sources[name] = file.read_bytes()
         waiting += _list_imports(sources[name], sys.modules[name].__package__ or "")
+    # Functions that settings name, which are no modules that the task imports.
+    for path in getattr(task, "grader_files", ()):
+        sources[str(path.name)] = path.read_bytes() if path.is_file() else b""
     versions = [f"{module} {_find_version(module)}" for module in sorted(task.packages)]
-    joined = b"\0".join([*(sources[name] for name in sorted(sources)), *map(str.encode, versions)])
+    mixed = [compute_grader_digest(part) for part in list_own_tasks(task) if part is not task]
+    joined = b"\0".join([*(sources[name] for name in sorted(sources)), *map(str.encode, (*versions, *mixed))])
     return f"{task.name}-{hashlib.sha256(joined).hexdigest()[:12]}"
 
 

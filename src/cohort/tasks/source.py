@@ -16,7 +16,16 @@ from typing import Any
 
 from cohort.errors import TaskError
 from cohort.tasks.formats import NumberedRows, RawRow
-from cohort.tasks.places import Place, RowSource, find_source, list_columns, parse_columns, rename_columns, shorten
+from cohort.tasks.places import (
+    Place,
+    RowSource,
+    find_source,
+    lacks_test_file,
+    list_columns,
+    parse_columns,
+    rename_columns,
+    shorten,
+)
 from cohort.types import Row
 
 log = logging.getLogger(__name__)
@@ -45,8 +54,12 @@ def read_rows(
     Raises TaskError at once for bad `columns`, an unknown split and a path or place that cannot serve the split. Raises
     it while rows are read, with file and line where possible, for a source that cannot be opened, a bad row, two rows
     with the same id, one problem with two contents, and a source without rows. Repeated rows, and rows of train that
-    are in a test split that can be opened, are left out; warnings at the end count them.
+    are in a test split that can be opened, are left out; warnings at the end count them. A test file that is missing
+    beside a training file has no rows, with a warning.
     """
+    if split == "test" and lacks_test_file(data):
+        log.warning("%s: there is no file %s, so there are no test rows", task, data.replace("{split}", "test"))
+        return iter(())
     source = find_source(task, split, data, places)
     return read_sources(
         task,

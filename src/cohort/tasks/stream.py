@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 from cohort.errors import ConfigError, TaskError
 from cohort.tasks.base import Task, has_conversations, load_rows
-from cohort.tasks.calls import call_prompt, make_messages
+from cohort.tasks.calls import call_prompt, get_label, make_messages, resolve_row
 from cohort.tasks.conversation import open_episode
-from cohort.tasks.draws import make_permutation
 from cohort.tasks.environment import KeyedDraws, Opening
+from cohort.tasks.order import EpochOrder, MixedOrder, Order
 from cohort.tasks.splits import cut_validation
 from cohort.types import Key, Message, Prompt, Row
 
@@ -66,6 +67,8 @@ class SharedRows:
 class TaskStream:
     """The prompt stream of a task: every epoch is a new permutation of the rows, keyed by (seed, task, split, epoch).
 
+    In a mixture every task has epochs of its own, and the positions of the stream go to the tasks by their shares.
+
     The integer `cursor` is the whole state: a stream that is moved to it continues at the same prompt. A prompt of more
     than `max_prompt_tokens` tokens (0 = no limit) raises TaskError, or with too_long="skip" is left out and counted.
     With a `validation_share` above 0, that share of the training rows makes up the split "validation", and the split
@@ -109,22 +112,37 @@ class TaskStream:
         self._rows = self._load_split(split)
         self._questions = list(self._hash_questions(self._rows, split))
         self._first_ids = self._index_questions()
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._labels = [get_label(task, row) for row in self._rows]
+        self._num_rows = Counter(self._labels)
+        self._order = self._make_order()
 
     @property
     def num_rows(self) -> int:
         """The number of rows in the split, which is the length of an epoch."""
         return len(self._rows)
 
-    @cached_property
+    def _make_order(self) -> Order:
+        """Returns the order in which rows are visited."""
+        weights = getattr(self.task, "weights", None)
+        if weights is None:
+            return EpochOrder(self.task.name, len(self._rows), self.seed, self.split)
+        return MixedOrder(self._labels, weights, self.seed, self.split)
+
+    @property
     def num_too_long(self) -> int:
         """The number of rows of the split whose prompts are skipped because they are too long; 0 if none may be.
 
         The first call renders every prompt of the split.
         """
+        return sum(self._num_too_long.values())
+
+    @cached_property
+    def _num_too_long(self) -> Counter[str]:
+        """The same number by the label of the task."""
         if self._too_long != "skip" or not self._limit:
-            return 0
-        return sum(self._render_prompt(row, visit=0, purpose="train") is None for row in self._rows)
+            return Counter()
+        rows = zip(self._labels, self._rows, strict=True)
+        return Counter(label for label, row in rows if self._render_prompt(row, visit=0, purpose="train") is None)
 
     def seek(self, cursor: int) -> None:
         """Moves the stream to a cursor, from which it continues. Raises ValueError if it is negative."""
@@ -137,16 +155,24 @@ class TaskStream:
 
         Such a step would train on some rows twice. Rows whose prompts are skipped do not count.
         """
-        num = len(self._rows) - self.num_too_long
-        if not num:
-            raise self._make_none_fits_error(self.split)
-        if num_prompts > num:
+        most = self._order.count_most(num_prompts)
+        for label, needed in most.items():
+            num = self._num_rows[label] - self._num_too_long[label]
+            if not num and self._num_rows[label]:
+                raise self._make_none_fits_error(self.split, label)
+            if needed <= num:
+                continue
             cut = " besides its validation split" if self._validation_share and self.split == "train" else ""
-            fitting = f" whose prompts have at most {self._limit} tokens" if self.num_too_long else ""
+            fitting = f" whose prompts have at most {self._limit} tokens" if self._num_too_long[label] else ""
+            found = f'task "{label}" has {num} {self.split} rows{fitting}{cut}, fewer than'
+            if len(most) == 1:
+                raise ConfigError(
+                    f"{found} batch.prompts = {num_prompts}; set --batch.prompts to {num} or less, or give the task "
+                    "more rows"
+                )
             raise ConfigError(
-                f'task "{self.task.name}" has {num} {self.split} rows{fitting}{cut}, '
-                f"fewer than batch.prompts = {num_prompts}; set --batch.prompts to {num} or less, or "
-                "give the task more rows"
+                f"{found} the {needed} that a step with batch.prompts = {num_prompts} takes of it at its share of the "
+                "mixture; lower --batch.prompts or its share (--task.shares), or give the task more rows"
             )
 
     def compute_digest(self) -> RowsDigest:
@@ -170,18 +196,20 @@ class TaskStream:
         # Skipped rows are counted by index and not by position in the stream: an epoch may end with the rows with which
         # the next one begins, and these are skipped twice although other rows would fit.
         skipped: set[int] = set()
+        num_skipped: Counter[str] = Counter()
         while len(prompts) < n:
-            epoch, position = divmod(self.cursor + rank, len(self._rows))
-            index = self._get_order(epoch)[position]
-            prompt = self._render_prompt(self._rows[index], epoch, "train")
+            place = self._order.locate(self.cursor + rank)
+            prompt = self._render_prompt(self._rows[place.index], place.visit, "train")
             self.cursor += num_ranks
             if prompt is not None:
                 prompts.append(prompt)
                 continue
-            skipped.add(index)
+            label = self._labels[place.index]
+            num_skipped[label] += place.index not in skipped
+            skipped.add(place.index)
             self.num_skipped += 1
-            if len(skipped) == len(self._rows):
-                raise self._make_none_fits_error(self.split)
+            if num_skipped[label] == self._num_rows[label]:
+                raise self._make_none_fits_error(self.split, label)
         return prompts
 
     def find_prompt(self, id: str, visit: int) -> Prompt:
@@ -207,19 +235,27 @@ class TaskStream:
     def render_held_out(self, n: int = 0, split: str = "test", *, or_fewer: bool = False) -> list[Prompt]:
         """Returns the prompts of the first n rows of a split, in the order of its rows (n = 0: all).
 
-        `or_fewer` = a split with fewer rows gives all that it has.
-        The cursor does not move. If the stream skips prompts that are too long, they are left out, not replaced, with a
-        warning, and added to `num_skipped`; otherwise they raise TaskError, and so does a split without any prompt that
-        fits. Sets `overlap` and warns of rows that ask the same as a row of this stream's own split, if that is another
-        one. Raises ConfigError if the split has fewer than n rows, and not `or_fewer`.
+        A split with fewer rows gives all that it has, with a warning. `or_fewer` = the caller says so itself, and a
+        test split may have no rows at all: then [] is returned. The cursor does not move. If the stream skips prompts
+        that are too long, they are left out, not replaced, with a warning, and added to `num_skipped`; otherwise they
+        raise TaskError, and so does a split without any prompt that fits. Sets `overlap` and warns of rows that ask the
+        same as a row of this stream's own split, if that is another one. Raises ConfigError if the validation split,
+        whose size is a setting, has fewer than n rows, and not `or_fewer`.
         """
-        rows = self._rows if split == self.split else self._warn_of_overlap(self._load_split(split), split)
-        if n > len(rows) and not or_fewer:
-            more = ", or a larger --validation-share" if split == "validation" else ""
+        if split == self.split:
+            rows = self._rows
+        else:
+            rows = self._warn_of_overlap(self._load_split(split, may_be_empty=or_fewer), split)
+        if not rows:
+            self.overlap = None
+            return []
+        if n > len(rows) and not or_fewer and split == "validation":
             raise ConfigError(
-                f'task "{self.task.name}" has {len(rows)} {split} rows, fewer than the {n} that --limit asks for; give '
-                f"{len(rows)} or less, or 0 for all of them{more}"
+                f'task "{self.task.name}" has {len(rows)} validation rows, fewer than the {n} that --limit asks for; '
+                f"give {len(rows)} or less, or 0 for all of them, or a larger --validation-share"
             )
+        if n > len(rows) and not or_fewer:
+            log.warning("%s: all %d %s rows are used, because there are not %d", self.task.name, len(rows), split, n)
         rows = rows[: n or None]
         rendered = (self._render_prompt(row, visit=0, purpose="eval") for row in rows)
         prompts = [prompt for prompt in rendered if prompt is not None]
@@ -231,10 +267,13 @@ class TaskStream:
         self.num_skipped += skipped
         return prompts
 
-    def _make_none_fits_error(self, split: str) -> TaskError:
-        """Returns, and does not raise, the error for a split whose prompts are all too long."""
+    def _make_none_fits_error(self, split: str, label: str = "") -> TaskError:
+        """Returns, and does not raise, the error for a split whose prompts are all too long.
+
+        `label` is the task of a mixture whose prompts are meant; "" = all.
+        """
         return TaskError(
-            f'task "{self.task.name}": every {split} prompt is longer than {self._limit} tokens; '
+            f'task "{label or self.task.name}": every {split} prompt is longer than {self._limit} tokens; '
             "shorten them, lower --sampling.max-tokens (cohort eval: --max-tokens), or use a model with more context"
         )
 
@@ -242,13 +281,14 @@ class TaskStream:
         """Returns messages that are in no row as tokens, as the prompts of the task are rendered."""
         return self._tokenizer.render(messages, tools or None)
 
-    def _load_split(self, split: str) -> list[Row]:
+    def _load_split(self, split: str, may_be_empty: bool = False) -> list[Row]:
         """Returns the rows of a split. The validation split and what it leaves of the training rows are read once.
 
-        Raises TaskError if the split has no rows.
+        Raises TaskError if the split has no rows, unless it `may_be_empty` and is not cut from the training rows.
         """
         if not self._is_cut(split):
-            return load_rows(self.task, split, limit=self._max_rows if split == self.split else 0)
+            limit = self._max_rows if split == self.split else 0
+            return load_rows(self.task, split, limit=limit, may_be_empty=may_be_empty)
         if not self._splits:
             train, validation = cut_validation(load_rows(self.task, "train"), self._validation_share)
             self._splits = {"train": train, "validation": validation}
@@ -281,7 +321,7 @@ class TaskStream:
         for number, row in enumerate(rows):
             place = "" if self._is_cut(split) else f"row {number} of {split}, counted from 0"
             # `repr` accepts any value. A prompt that is not a list of messages is refused in `_render_prompt`.
-            if hasattr(self.task, "environment"):
+            if hasattr(resolve_row(self.task, row)[0], "environment"):
                 # Episodes that begin alike may be different games: what is drawn is not in the messages.
                 asked = (row["id"], self._open_row(row, visit=0, purpose="train").messages)
             else:
@@ -313,21 +353,13 @@ class TaskStream:
             )
         return rows
 
-    def _get_order(self, epoch: int) -> list[int]:
-        """Returns the row indices of an epoch in the order in which they are visited.
-
-        The order of the last epoch asked for is kept.
-        """
-        if self._order[0] != epoch:
-            self._order = (epoch, make_permutation(len(self._rows), self.seed, self.task.name, self.split, epoch))
-        return self._order[1]
-
     def _open_row(self, row: Row, visit: int, purpose: str) -> Opening:
         """Returns the messages and tools with which an episode of a row begins."""
         if not has_conversations(self.task):
             return Opening(messages=make_messages(self.task, row))
         # All samples of a group begin alike, so there is no sample yet.
-        key = Key(seed=self.seed, purpose=purpose, task=self.task.name, prompt_id=row["id"], visit=visit, sample=-1)
+        label = get_label(self.task, row)
+        key = Key(seed=self.seed, purpose=purpose, task=label, prompt_id=row["id"], visit=visit, sample=-1)
         return open_episode(self.task, row, KeyedDraws(key)).describe()
 
     def _render_prompt(self, row: Row, visit: int, purpose: str) -> Prompt | None:
@@ -343,13 +375,13 @@ class TaskStream:
             if self._too_long == "skip":
                 return None
             raise TaskError(
-                f'task "{self.task.name}", row "{row["id"]}": the prompt has {len(rendered.tokens)} tokens, '
+                f'task "{get_label(self.task, row)}", row "{row["id"]}": the prompt has {len(rendered.tokens)} tokens, '
                 f"more than the {self._limit} that fit beside its completion; leave such rows out with "
                 "--batch.too-long skip (cohort eval: --too-long skip), shorten it, or lower --sampling.max-tokens "
                 "(cohort eval: --max-tokens)"
             )
         return Prompt(
-            task=self.task.name,
+            task=get_label(self.task, row),
             id=row["id"],
             visit=visit,
             row=row,

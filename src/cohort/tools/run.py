@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import signal
 import threading
@@ -83,7 +85,9 @@ def _call_function(tool: Tool, arguments: dict[str, Any], deadline: float) -> tu
     """Calls the function of a tool. Returns the outcome, and the text of its result or of what it raised."""
     try:
         with _stop_at(deadline):
-            return CallOutcome.OK, _to_text(tool.function(**arguments))
+            found = tool.function(**arguments)
+            # An `async def` tool has returned a coroutine, which is run to its end.
+            return CallOutcome.OK, _to_text(asyncio.run(found) if inspect.iscoroutine(found) else found)
     except _TimeLimitError:
         return CallOutcome.TIMEOUT, "The tool took too long and was stopped."
     # Whatever a tool raises is shown to the model: the call was the model's own. That includes exit(), by which a model

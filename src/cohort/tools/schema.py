@@ -66,8 +66,6 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     where = f"the tool {name or function!r}"
     if not callable(function) or not _NAME.fullmatch(name):
         raise TaskError(f"{where} has no name that a model could call; define it with def, as a function or a method")
-    if inspect.iscoroutinefunction(function):
-        raise TaskError(f"{where} is async, which tools cannot be yet; write def, not async def")
     doc = docstring_parser.parse(inspect.getdoc(function) or "")
     about = "\n\n".join(text for text in (doc.short_description, doc.long_description) if text)
     if not about:

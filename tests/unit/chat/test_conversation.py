@@ -58,10 +58,10 @@ def test_what_was_taken_back_is_kept_in_its_place():
 
 def test_another_system_prompt_keeps_what_the_models_wrote():
     late = Conversation(exchanges=(ask("a", None), ask("b", make_turn([1], [2], True)), ask("c", make_turn([3], [4]))))
-    changed = late.replace_system("new", lambda model, messages: [100, model, len(messages)])
+    changed = late.replace_system("new", lambda model, exchange: [100, model, len(exchange.messages)])
     assert changed.system == "new"
     assert changed.get_stream(0) == [100, 0, 1, 2, 3, 4]
-    assert Conversation().replace_system("new", lambda model, messages: []) == Conversation(system="new")
+    assert Conversation().replace_system("new", lambda model, exchange: []) == Conversation(system="new")
 
 
 def test_the_forced_beginning_of_an_answer_is_not_repeated():

@@ -30,6 +30,7 @@ from cohort.config.load import (
     parse_config,
     validate,
 )
+from cohort.config.options import EvalOptions
 from cohort.config.preferences import PAIR_LOSSES
 from cohort.config.schema import (
     ALGOS,
@@ -45,10 +46,10 @@ from cohort.config.schema import (
     SingleTurn,
 )
 from cohort.errors import CohortError, ConfigError
-from cohort.recipes import RECIPES
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import make_plain_answer
 from cohort.tasks.countdown import Countdown
+from tests.helpers.installed_recipes import CALLABLE as RECIPES
 
 OWN_FILE = '''
 from __future__ import annotations
@@ -543,7 +544,7 @@ def test_a_setting_missing_in_an_old_file_takes_its_default_with_a_warning(
     assert [r.getMessage() for r in caplog.records] == [warned]
 
 
-@pytest.mark.parametrize("section", [f.name for f in fields(RL) if f.name not in ("replay", *RL.added)])
+@pytest.mark.parametrize("section", [f.name for f in fields(RL) if f.name not in ("replay", "scoring", *RL.added)])
 def test_a_file_without_a_whole_section_is_damaged(section: str) -> None:
     tree = yaml.safe_load(dump_config(load_config("quickstart")))
     del tree[section]
@@ -631,21 +632,21 @@ def test_a_file_of_the_first_format_is_the_same_config(recipe: str, caplog: pyte
     # The first format had no algorithms on pairs.
     if isinstance(config, RL) and not isinstance(config.algo, PairPolicy):
         text = first_format(config)
-        assert "correction:" in text and not {"format: 2", "kind: rl"} & set(text.splitlines())
+        assert "correction:" in text and not {"format: 3", "kind: rl"} & set(text.splitlines())
         assert parse_config(text) == config and diff_configs(parse_config(text), config) == {}
         assert caplog.records == []
 
 
 def test_files_of_later_versions_and_other_kinds_are_refused() -> None:
     text = dump_config(load_config("quickstart"))
-    assert text.startswith("format: 2\nkind: rl\n")
+    assert text.startswith("format: 3\nkind: rl\n")
     for old, new, message in (
         (
-            "format: 2",
             "format: 3",
-            "config.yaml has format 3, but this version of Cohort reads formats up to 2; upgrade Cohort",
+            "format: 4",
+            "config.yaml has format 4, but this version of Cohort reads formats up to 3; upgrade Cohort",
         ),
-        ("format: 2", "format: two", "format must be a whole number"),
+        ("format: 3", "format: two", "format must be a whole number"),
         ("kind: rl", "kind: rll", "unknown kind of run 'rll'. Did you mean \"rl\"?"),
         ("kind: rl\n", "", "unknown kind of run None"),
     ):
@@ -758,6 +759,7 @@ FLAGS = """
 model steps seed threads template system device task turns algo engine reward.correct reward.format
 batch.prompts batch.samples sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p
 sampling.stop sampling.allow_truncation engine.slots engine.weights rollout.order eval.turns
+scoring.workers scoring.concurrency scoring.seconds scoring.retries scoring.env scoring.sandbox
 algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
 algo.entropy algo.entropy_target algo.kl.weight algo.kl.to algo.kl.estimator algo.kl.place algo.kl.target
 algo.kl.refresh algo.correction.kind algo.correction.level algo.correction.bounds algo.clip_low algo.clip_high
@@ -803,7 +805,8 @@ def test_the_commands_in_the_readme_load() -> None:
     pages = [README, *(README.parent / "docs").glob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", "") for page in pages)
     commands = re.findall(r"^cohort train (quickstart --.*?)(?: +#.*)?$", text, re.MULTILINE)
-    commands = [c for c in commands if not re.search(r"--help|--sinks|\.py:", c)]
+    # tests/peers has those that need a package.
+    commands = [c for c in commands if not re.search(r"--help|--sinks|\.py:|reasoning_gym", c)]
     assert len(commands) >= 2, commands
     for command in commands:
         # The name of a run is a flag of the command, not a setting.
@@ -836,3 +839,11 @@ def test_a_task_with_tools_has_conversations() -> None:
             load_config("tiny_calculator", [flag])
     with pytest.raises(ConfigError, match="has neither tools nor an environment"):
         load_config("quickstart", ["--turns=conversation"])
+
+
+def test_a_conversation_has_room_for_a_turn() -> None:
+    with pytest.raises(ConfigError, match=r"turns\.max_total is 10, less than one turn .* Raise --turns\.max-total"):
+        load_config("tiny_calculator", ["--turns.max-total", "10"])
+    assert load_config("tiny_calculator", ["--turns.max-total", "600"]).turns.max_total == 600
+    with pytest.raises(ConfigError, match="--max-total 10 is less than one turn of --max-tokens 64"):
+        EvalOptions(max_total=10, max_tokens=64).check()

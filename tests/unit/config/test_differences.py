@@ -11,7 +11,7 @@ from cohort.config.differences import find_differences, flatten_settings
 from cohort.config.document import dump_config
 from cohort.config.load import load_config
 from cohort.config.yaml_text import read_yaml
-from cohort.recipes import RECIPES
+from tests.helpers.installed_recipes import CALLABLE as RECIPES
 
 
 def settings_of(recipe: str, *flags: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cohort.config.load import load_config
 from cohort.config.regular_yaml import read_regular_yaml
 from cohort.config.yaml_text import dump_yaml, read_yaml
 from cohort.errors import ConfigError
-from cohort.recipes import RECIPES
+from tests.helpers.installed_recipes import CALLABLE as RECIPES
 
 BUILT_IN = sorted(name for name, recipe in RECIPES.items() if recipe.__module__.startswith("cohort."))
 SCALARS = st.one_of(

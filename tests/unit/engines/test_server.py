@@ -329,7 +329,7 @@ def test_a_pause_too_long_is_an_error_at_once(server: FakeServer):
 
 
 def test_retry_after_as_a_date(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cohort.engines.site.time.time", lambda: 784111777.0 - 30)
+    monkeypatch.setattr("cohort.system.http_text.time.time", lambda: 784111777.0 - 30)
     assert parse_retry_after("Sun, 06 Nov 1994 08:49:37 GMT") == 30.0
     assert parse_retry_after("Sat, 05 Nov 1994 08:49:37 GMT") == 0.0
     for odd in ("inf", "nan", "Sun, 99 Nov 1994", "7 seconds", "Sun, 06 Nov 99999999 08:49:37 GMT"):

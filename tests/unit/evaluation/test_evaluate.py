@@ -18,7 +18,7 @@ def run_evaluation(
     grade, num_prompts: int, num_samples: int, accuracy: str = "correct", known=None, done=None, **changes
 ):
     """Evaluates `num_prompts` prompts with a grader in this process, and returns the evaluation."""
-    named = SimpleNamespace(task=SimpleNamespace(name="t", accuracy=accuracy))
+    named = SimpleNamespace(task=SimpleNamespace(name="t", accuracy=accuracy, parts=(accuracy, "style")))
     made = producer(grade, stream=named, purpose="eval", group_size=num_samples, **changes)
     prompts = [prompt(n) for n in range(num_prompts)]
     setting = eval_setting(task="t", num_problems=num_prompts, num_samples=num_samples, step=7)
@@ -43,7 +43,7 @@ def test_accuracy_is_the_mean_over_problems_of_the_accuracy_part():
     lengths = [3 + ((n + 10) * 7 + i * 3) % 11 for n in range(3) for i in range(4)]
     assert found.mean_tokens == pytest.approx(sum(lengths) / 12, abs=1e-12)
     item = found.items[1]
-    assert (item.id, item.prompt, item.correct) == ("p1", "ids [11, 1]", [1.0, 1.0, 0.0, 0.0])
+    assert (item.id, item.prompt, item.scores) == ("p1", "ids [11, 1]", [1.0, 1.0, 0.0, 0.0])
     assert item.messages == [{"role": "user", "content": "number 1"}]
     assert item.answers[0].text.startswith("11.100.") and {a.reason for a in item.answers} == {"because"}
     assert [a.num_tokens for a in item.answers] == lengths[4:8]
@@ -52,7 +52,7 @@ def test_accuracy_is_the_mean_over_problems_of_the_accuracy_part():
 def test_a_task_may_name_another_part_as_its_accuracy():
     parts = {"correct": 0.0, "solved": 1.0}
     found = run_evaluation(lambda row, answer: Outcome(parts=parts), 2, 1, accuracy="solved")
-    assert found.accuracy == 1.0 and found.items[0].correct == [1.0]
+    assert found.accuracy == 1.0 and found.items[0].scores == [1.0]
 
 
 def test_a_sample_that_could_not_be_scored_is_left_out_not_wrong():
@@ -64,7 +64,7 @@ def test_a_sample_that_could_not_be_scored_is_left_out_not_wrong():
     found = run_evaluation(grade, 10, 2)
     assert found.num_failed == 1
     assert found.accuracy == pytest.approx(0.1, abs=1e-12)  # problem 0: one right of one scored
-    assert found.items[0].correct == [1.0] and [a.failure for a in found.items[0].answers] == ["worker died", ""]
+    assert found.items[0].scores == [1.0] and [a.failure for a in found.items[0].answers] == ["worker died", ""]
     assert found.low == accuracy_interval([[1.0]] + [[0.0, 0.0]] * 9)[0]
 
 
@@ -73,7 +73,7 @@ def test_a_problem_with_no_scored_sample_is_left_out():
         lambda row, a: Outcome(failure="died") if not row["n"] else Outcome(parts={"correct": 1.0}), 20, 1
     )
     assert found.accuracy == 1.0 and found.num_failed == 1 and len(found.items) == 20
-    assert found.items[0].correct == []
+    assert found.items[0].scores == []
     assert found.low == accuracy_interval([[1.0]] * 19)[0]
 
 
@@ -107,7 +107,7 @@ def test_a_task_may_count_something_of_its_own():
         def summary(self, rows, parts):
             return {"numbers": float(sum(r["n"] for r in rows)), "right": sum(p["correct"] for p in parts)}
 
-    stream = SimpleNamespace(task=Counting(name="t", accuracy="correct"))
+    stream = SimpleNamespace(task=Counting(name="t", accuracy="correct", parts=("correct",)))
     made = producer(lambda row, a: Outcome(parts={"correct": float(row["n"] == 2)}), stream=stream, purpose="eval")
     setting = eval_setting(num_problems=3, num_samples=2)
     found = evaluate(made, [prompt(n) for n in range(3)], setting, lambda p: "")

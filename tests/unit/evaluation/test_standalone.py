@@ -55,13 +55,14 @@ def evaluate_model(model: str, out: Path) -> EvaluationResult:
 
 
 @pytest.mark.parametrize("split", ["test", "train"])
-def test_an_evaluation_is_on_the_split_it_names(split, tmp_path: Path):
+def test_an_evaluation_is_on_the_split_it_names(split, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     found, path = evaluate_tiny(replace(SMALL, split=split), TASK, tmp_path)
     rows = [str(row["id"]) for row in TASK.rows(split)]
     assert [item.id for item in found.items] == rows[:3] and found.setting.split == split
     assert json.loads(path.read_text())["setting"]["split"] == split
-    with pytest.raises(ConfigError, match=f"20 {split} rows"):
-        evaluate_tiny(replace(SMALL, limit=21, split=split), TASK, tmp_path)
+    few = replace(TASK, train_size=2, test_size=2)
+    assert len(evaluate_tiny(replace(SMALL, split=split), few, tmp_path)[0].items) == 2
+    assert caplog.text.count(f"all 2 {split} rows are used, because there are not 3") == 1
 
 
 def test_completions_as_long_as_the_task_needs_and_the_context_allows(tmp_path: Path):

@@ -10,8 +10,9 @@ import pytest
 from cohort.errors import ConfigError, TaskError
 from cohort.examples.from_task import make_task_conversations
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import TASKS, grade, load_rows, make_plain_answer, task
+from cohort.tasks.base import TASKS, load_rows, make_plain_answer, task
 from cohort.tasks.countdown import Countdown
+from cohort.tasks.grading import grade
 
 
 @pytest.mark.parametrize("made", [Arithmetic(), Countdown(), Countdown(instructions=True, think=True)])

@@ -327,9 +327,9 @@ def test_held_out_rows_that_are_trained_on_are_a_finding(num: int, status: str) 
 
 def test_a_slow_reward_is_named_and_the_rehearsal_stays_short() -> None:
     findings = run_reward_checks("slow", seconds=1.0)
-    assert get_failed_names(findings) == {"reward/speed"}
+    assert get_failed_names(findings) == set()
     [speed] = [f for f in findings if f.name == "reward/speed"]
-    assert speed.details["seconds"] > 0.6
+    assert speed.status == "warn" and speed.details["seconds"] > 0.6 and "--scoring.workers" in speed.text
     [failures] = [f for f in findings if f.name == "reward/failures"]
     assert failures.details["answers"] < 5
 

@@ -316,3 +316,19 @@ def test_a_record_is_json_whatever_the_run_has() -> None:
     )
     assert record["curve"]["metric"] == "reward/mean" and record["curve"]["values"][-1] == 1.0
     assert record["differences"] == {"optim.lr": 1e-4, "seed": 0} and record["differences_from"] == "recipe"
+
+
+def test_mean_rewards_have_a_column_of_their_own() -> None:
+    rewards = {"accuracy": math.nan, "eval_reward": -3.5, "best_eval_reward": -2.0, "best_step": 50}
+    one = make_summary("a", split="validation", **rewards)
+    alone = list_lines([one], [], TableFormat(width=None))
+    assert "eval reward" in alone[0] and "accuracy" not in alone[0] and "-3.5v @100" in alone[1]
+    both = list_lines([one, make_summary("b")], [], TableFormat(width=None))
+    assert "accuracy" in both[0] and "eval reward" in both[0]
+    record = make_record(one)
+    assert (record["eval_reward"], record["best_eval_reward"], record["best_step"]) == (-3.5, -2.0, 50)
+    assert record["accuracy"] is None and "eval_reward" not in make_record(make_summary("b"))
+    worse = make_summary("c", **{**rewards, "eval_reward": -4.0, "best_eval_reward": -4.0})
+    assert [run.name for run in sort_runs([worse, one], "eval_reward", False)] == ["a", "c"]
+    assert [run.name for run in sort_runs([worse, one], "best", False)] == ["a", "c"]
+    assert [run.name for run in select_runs([worse, one], [parse_filter("eval_reward>-4")])] == ["a"]

@@ -15,16 +15,16 @@ from tests.unit.project.test_architecture import ROOT, dotted, modules, tree
 
 # Words of programming in general, which need no entry in the vocabulary.
 EVERYDAY = """
-    abilities attempt block bound cache call case check client config console context conversion copy count counter
-    curve data demand description difference directory end entry error family file flag format formatter function
-    gradient handler header id input layer leaf length line lock loss machine markup matrix model monitor namespace
-    number optimizer option output parser phrase place point pool quantity rate reader renderer rendering result rule
-    script second section signal span spec state stats status stopped stream summary table tensor timer token
-    tokenizer total unit unreadable variant wheel writer
+    abilities attempt block bound cache call case check client clock config connection console context conversion copy
+    count counter curve data demand description difference directory end entry error family file flag format formatter
+    function gradient handler header id input layer leaf length line lock loss machine markup matrix model monitor
+    namespace number optimizer option output parser phrase place point pool quantity question rate reader renderer
+    rendering result rule script second section share signal span spec state stats status stopped stream summary table
+    tensor timer token tokenizer total unit unreadable variant wheel writer
 """
 # Names of papers, data sets and operations: proper names, written as their authors write them.
 PROPER = """
-    24 again amc angles arithmetic attention base calculator cispo clipped countdown dapo dpo eval gmpo grpo gspo
+    24 again amc angles arithmetic attention base calculator cispo clipped countdown dapo dpo eval gmpo grpo gspo gym
     hinge ifeval imitation instruction ipo k linear math12k math500 mathematics minerva mix norm olympiad orpo
     pass po pp qa reinforce rl rloo robust rope rotation sapo sft sigmoid
 """

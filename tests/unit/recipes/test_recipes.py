@@ -23,12 +23,14 @@ from cohort.learner.plan import MemoryDemand, plan_memory
 from cohort.models.catalog import resolve_model
 from cohort.models.limits import count_layer_params
 from cohort.models.shapes import find_shape
-from cohort.recipes import RECIPES
-from cohort.tasks.base import grade, make_plain_answer, run_self_check
+from cohort.tasks.base import make_plain_answer
+from cohort.tasks.grading import grade
+from cohort.tasks.self_check import run_self_check
 from cohort.tasks.stream import TaskStream
 from cohort.text import PromptRenderer, Tokenizer
 from cohort.types import Provenance
 from tests.helpers.data_rows import rows_made_once, use_written_rows
+from tests.helpers.installed_recipes import CALLABLE as RECIPES
 
 DEVICE_GIB = 139.8  # an H200
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
@@ -85,7 +87,7 @@ IMITATING = sorted(n for n, r in RECIPES.items() if isinstance(c := r(), SFT) an
 def test_the_answers_that_are_imitated_are_right_and_fit(name: str) -> None:
     config = load.load_config(name)
     assert isinstance(config, SFT) and isinstance(config.data, TaskAnswers)
-    assert parse_config(dump_config(config)) == config and config.has_accuracy
+    assert parse_config(dump_config(config)) == config and config.is_evaluated
     task = config.task
     assert run_self_check(task, 10).num_gold >= 10
     rows = rows_made_once(task, "train")[:50]

@@ -334,3 +334,82 @@ def test_after_a_step_the_engine_holds_no_memory_although_requests_were_given_up
         assert made.ledger.open, "nothing was begun ahead"
         assert made.engine.idle and made.engine.arena.kv.numel() == 0
         assert made.engine.packed is None or not made.engine.packed.products
+
+
+# ---- groups that are scored together
+
+
+class GroupScorer(LocalScorer):
+    """A scorer that is given whole groups: each answer's part is its rank among the lengths of its group."""
+
+    scores_groups = True
+
+    def __init__(self, late: int = 0) -> None:
+        super().__init__(None, late)
+        self.groups: list[tuple[str, list[str]]] = []
+        self.dropped: list[str] = []
+
+    def submit(self, id, row, answer, past=None, closing="") -> None:
+        raise AssertionError("a single answer")
+
+    def submit_group(self, id, row, answers) -> None:
+        texts = [a.text for a in answers]
+        self.groups.append((id, texts))
+        lengths = sorted({a.num_tokens for a in answers})
+        for index, a in enumerate(answers):
+            outcome = Outcome(parts={"correct": float(lengths.index(a.num_tokens))}, reason=f"of {len(answers)}")
+            self._held.append((f"{id}/{index}", outcome))
+
+    def drop(self, id) -> None:
+        self.dropped.append(id)
+        self._held = [held for held in self._held if held[0].partition("/")[0] != id]
+
+
+@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("at_once", [1, 3, 64])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_answers_of_a_group_are_submitted_together_once(order: str, at_once: int, late: int) -> None:
+    scorer = GroupScorer(late)
+    made = producer(scorer=scorer, order=order, group_size=4, engine=engine(slots=at_once))
+    groups = made.roll_out([prompt(n) for n in range(6)])
+    assert len(scorer.groups) == 6 and all(len(texts) == 4 for _, texts in scorer.groups)
+    assert {tuple(texts) for _, texts in scorer.groups} == {tuple(s.text for s in g.samples) for g in groups}
+    for group in groups:
+        lengths = sorted({len(s.tokens) for s in group.samples})
+        assert [s.parts["correct"] for s in group.samples] == [
+            float(lengths.index(len(s.tokens))) for s in group.samples
+        ]
+        assert {s.reason for s in group.samples} == {"of 4"}
+
+
+def test_relative_scores_are_the_same_in_both_orders() -> None:
+    found = [
+        producer(scorer=GroupScorer(), order=order, group_size=3).roll_out([prompt(n) for n in range(5)])
+        for order in ORDERS
+    ]
+    assert [[s.parts for s in g.samples] for g in found[0]] == [[s.parts for s in g.samples] for g in found[1]]
+    assert len({s.parts["correct"] for g in found[0] for s in g.samples}) > 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_continuous_order_groups_that_are_given_up_are_dropped_whole(seed: int) -> None:
+    rng = random.Random(seed)
+
+    class Slow(GroupScorer):
+        def poll(self, timeout: float = 0.0):
+            """Returns whole groups, in any order, some of them late."""
+            chosen = {id for id in {held[0].partition("/")[0] for held in self._held} if rng.random() < 0.3}
+            done = [held for held in self._held if held[0].partition("/")[0] in chosen]
+            self._held = [held for held in self._held if held[0].partition("/")[0] not in chosen]
+            return done
+
+    rounds = producer(scorer=GroupScorer(), stream=FindingStream(), engine=engine(slots=5))
+    scorer = Slow()
+    made = producer(scorer=scorer, stream=FindingStream(), engine=engine(slots=5), order="continuous")
+    for _ in range(6):
+        expected, found = rounds.collect(4, accept_every_third), made.collect(4, accept_every_third)
+        assert found == expected
+        rounds.close_groups(expected)
+        made.close_groups(found)
+        assert made.engine.idle and not scorer._held
+    assert scorer.dropped and all("/" not in id for id in scorer.dropped)

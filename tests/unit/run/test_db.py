@@ -21,6 +21,7 @@ from cohort.run.store import reader as reader_module
 from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
 from cohort.run.store.rollouts import save_rollouts
+from cohort.types import Finish, Provenance
 from tests.helpers.pretend_run import pretend_groups
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -196,15 +197,15 @@ def test_migration_brings_an_old_database_up(path, monkeypatch):
     added = (*schema.MIGRATIONS, ("ALTER TABLE events ADD COLUMN rank INTEGER NOT NULL DEFAULT 0",))
     monkeypatch.setattr(db, "MIGRATIONS", added)
     store = Store(path)
-    assert store._db.execute("PRAGMA user_version").fetchone() == (2,)
+    assert store._db.execute("PRAGMA user_version").fetchone() == (3,)
     store.write_event(1, "x", "y")
     assert store._db.execute("SELECT step, kind, rank FROM events").fetchall() == [(1, "x", 0)]
     assert store._db.execute("SELECT value FROM metrics").fetchall() == [(1.0,)]
     store.close()
-    with pytest.raises(RunError, match=r"schema version 2, but this version of Cohort reads 1: upgrade"):
+    with pytest.raises(RunError, match=r"schema version 3, but this version of Cohort reads 2: upgrade"):
         Reader(path)
     monkeypatch.undo()
-    with pytest.raises(RunError, match=r"schema version 2.*upgrade Cohort"):
+    with pytest.raises(RunError, match=r"schema version 3.*upgrade Cohort"):
         Store(path)
 
 
@@ -361,3 +362,53 @@ def test_damage_inside_the_database_is_told_with_the_remedy(path):
     path.write_bytes(data)
     with Reader(path) as reader, pytest.raises(RunError, match=r"damaged.*rebuild it .* with `cohort resume"):
         reader.read_metrics()
+
+
+def test_turns_of_conversations_have_rows(path):
+    words = [("assistant", "call"), ("tool", "one\ud800"), ("tool", "two"), ("assistant", "y" * 3000)]
+    drawn, added = int(Provenance.SAMPLED), int(Provenance.ENVIRONMENT)
+    [group] = pretend_groups(3, num_groups=1)
+    first, second = group.samples
+    first.tokens, first.provenance = [5] * 7, [drawn, drawn, added, added, added, drawn, drawn]
+    first.messages = [{"role": role, "content": text} for role, text in words]
+    first.turn_calls, first.calls = [{"ok": 1, "error": 1}, {}], {"ok": 1, "error": 1}
+    first.turn_rewards, first.finish = [0.25, 1.0], Finish.LENGTH
+    second.messages, second.turn_calls = [], []
+    store = Store(path)
+    store.write_step(1, {"loss": 0.0}, [group])
+    store.write_step(2, {"loss": 0.0}, pretend_groups(4))
+    with Reader(path) as reader:
+        samples = reader.read_samples(step=1)
+        call, answer = reader.read_turns(step=1)
+        assert reader.read_turns(sample=samples[0].id) == [call, answer] and not reader.read_turns(sample=samples[1].id)
+        assert (call.number, call.num_tokens, call.num_reply_tokens, call.finish) == (1, 2, 3, "stop")
+        assert (call.calls, call.reward, call.text, call.reply) == (
+            {"ok": 1, "error": 1},
+            0.25,
+            "call",
+            "one\\ud800\n\ntwo",
+        )
+        assert (answer.number, answer.num_tokens, answer.num_reply_tokens, answer.finish) == (2, 2, 0, "length")
+        assert (answer.calls, answer.reward, answer.reply, len(answer.text)) == ({}, 1.0, "", 2000)
+        assert [turn.number for turn in reader.read_turns(step=2)] == [1, 2, 1, 2]
+        assert {turn.reward for turn in reader.read_turns(step=2)} == {None}
+    store.remove_after(1)
+    store.close()
+    with Reader(path) as reader:
+        assert {turn.step for turn in reader.read_turns()} == {1}
+
+
+def test_a_database_without_turns_is_read_and_migrated(path, monkeypatch):
+    monkeypatch.setattr(db, "MIGRATIONS", schema.MIGRATIONS[:1])
+    monkeypatch.setattr(Store, "_insert_turns", lambda *_: None)
+    old = Store(path)
+    old.write_step(1, {"loss": 1.0}, pretend_groups(1))
+    old.close()
+    with Reader(path) as reader:
+        assert len(reader.read_samples(step=1)) == 4 and reader.read_turns() == []
+    monkeypatch.undo()
+    store = Store(path)
+    store.write_step(2, {"loss": 1.0}, pretend_groups(2))
+    store.close()
+    with Reader(path) as reader:
+        assert {turn.step for turn in reader.read_turns()} == {2} and len(reader.read_samples()) == 8

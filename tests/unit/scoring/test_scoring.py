@@ -14,11 +14,13 @@ import pytest
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
 from cohort.scoring.process import make_worker_environment
+from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply, check_environment_reply
-from cohort.scoring.worker import CapturedOutput, describe_error, score_item
+from cohort.scoring.worker import CapturedOutput, describe_error, score_item, shorten_reply
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import check_parts, make_plain_answer, task
+from cohort.tasks.base import make_plain_answer, task
 from cohort.tasks.environment import Episodes, SingleTurn
+from cohort.tasks.parts import check_parts
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer
 
@@ -109,7 +111,7 @@ def test_deep_replies_are_described(depth: int) -> None:
 
 
 def test_prints_are_kept_up_to_the_limit() -> None:
-    printed = CapturedOutput(10)
+    printed = CapturedOutput(10, Secrets())
     for _ in range(5):
         assert printed.write("abcd") == 4
     assert printed.text == "abcdabcdab"
@@ -123,9 +125,9 @@ def test_failures_say_what_and_where_in_a_bounded_line() -> None:
     try:
         raise KeyError("x" * 5000)
     except KeyError as error:
-        text = describe_error(error, "printed before")
+        text = shorten_reply(Reply(number=0, failure=describe_error(error, "printed before")), Secrets()).failure
     assert text.startswith("KeyError: 'xxx")
-    assert len(text) <= MAX_FAILURE + 3
+    assert len(text) == MAX_FAILURE + 3
     try:
         _ = [][0]
     except IndexError as error:
@@ -136,7 +138,9 @@ def test_failures_say_what_and_where_in_a_bounded_line() -> None:
 
 def score_here(task: Any, item: Item) -> Reply:
     """Scores an item as a worker does, in this process."""
-    return score_item(task, Episodes(lambda: SingleTurn(task)), item, lambda answer: None, CapturedOutput(10))
+    return score_item(
+        task, Episodes(lambda: SingleTurn(task)), item, lambda answer: None, CapturedOutput(10, Secrets())
+    )
 
 
 def test_a_row_the_grader_cannot_read_is_a_failure_not_a_zero() -> None:

@@ -14,6 +14,7 @@ from cohort.sweep.render import make_combination_cells, render_json, render_mark
 from cohort.sweep.statistics import compute_t_tails, find_t_quantile
 from cohort.sweep.table import make_table
 from tests.helpers.evaluations import evaluation
+from tests.unit.evaluation.test_mean_reward import reward_evaluation
 
 
 def make_plan(values: list[str], seeds: list[int]) -> Plan:
@@ -210,3 +211,43 @@ def test_the_files_have_no_paths_and_hostile_values_stay_in_their_cells() -> Non
     assert "/folder" not in page + data and json.loads(data)["recipe"] == "my.py:recipe"
     row = next(line for line in page.splitlines() if "| best |" in line)
     assert row.replace("\\|", "").count("|") == 8 and "\x1b" not in page and "\\<script>" in page
+
+
+def tabulate_rewards(rewards: dict[str, list[list[float]]], **coefficients: float) -> SweepTable:
+    """Returns the table of runs with these mean rewards: by value, then by seed, then by problem.
+
+    `coefficients` has that of the part "score" by value, where it is not 1.
+    """
+    plan = make_plan(list(rewards), list(range(len(next(iter(rewards.values()))))))
+    records = []
+    for run in plan.list_runs():
+        value = run.values["optim.lr"][0]
+        numbers = {str(i): [reward] for i, reward in enumerate(rewards[value][run.seed])}
+        setting = {"split": "validation", "reward": {"score": coefficients.get(value, 1.0)}}
+        found = reward_evaluation(numbers, **setting)
+        records.append(RunRecord(run=run, result=RunResult(state="done", step=5), evaluation=found))
+    return make_table("s", plan, records)
+
+
+def test_rewards_beyond_0_and_1_are_compared_by_their_own_scatter() -> None:
+    table = tabulate_rewards({"a": [[10.0, 20.0, 30.0]], "b": [[13.0, 21.0, 35.0]]})
+    best, other = table.combinations[1], table.combinations[0]
+    assert (table.measure, best.reward, best.accuracy) == ("reward", 23.0, None) and best.is_best
+    # The differences a - b are -3, -1, -5: mean -3, standard error 2 / sqrt(3), two degrees of freedom.
+    assert other.difference is not None
+    half = find_t_quantile(2) * 2 / 3**0.5
+    assert (other.difference.low, other.difference.high) == pytest.approx((-3 - half, -3 + half))
+    assert other.difference.p == pytest.approx(compute_t_tails(3 / (2 / 3**0.5), 2))
+    text = render_markdown(table)
+    assert "| optim.lr | seeds | reward | 95% interval |" in text and "with reward 23.000" in text
+    assert json.loads(render_json(table))["combinations"][1]["reward"] == 23.0
+
+
+def test_rewards_with_other_coefficients_have_no_best() -> None:
+    table = tabulate_rewards({"a": [[1.0, 2.0]], "b": [[2.0, 4.0]]}, b=2.0)
+    assert table.best is None and "by different coefficients of the reward: none can be called best" in table.notes[0]
+
+
+def test_one_problem_has_neither_interval_nor_difference_of_rewards() -> None:
+    table = tabulate_rewards({"a": [[1.0]], "b": [[2.0]]})
+    assert [(row.low, row.difference) for row in table.combinations] == [(None, None)] * 2 and table.best is not None

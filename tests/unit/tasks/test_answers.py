@@ -8,7 +8,7 @@ import pytest
 
 from cohort.tasks.answers import find_answer, read_expression, read_value, simplify_latex
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import grade, make_plain_answer
+from cohort.tasks.base import make_plain_answer
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.expression import (
     MAX_BITS,
@@ -19,6 +19,7 @@ from cohort.tasks.expression import (
     evaluate,
     read_number,
 )
+from cohort.tasks.grading import grade
 
 TIMES, DOT, OVER, MINUS, DASH = "\u00d7", "\u00b7", "\u00f7", "\u2212", "\u2013"
 

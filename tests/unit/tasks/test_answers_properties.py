@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from cohort.tasks.answers import find_answer, read_expression, read_value
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import grade, make_plain_answer
+from cohort.tasks.base import make_plain_answer
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.expression import MAX_OPERATIONS, evaluate
+from cohort.tasks.grading import grade
 
 attack = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 

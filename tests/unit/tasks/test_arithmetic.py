@@ -10,8 +10,9 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.tasks.arithmetic import PHRASINGS, Arithmetic
-from cohort.tasks.base import load_rows, run_self_check
+from cohort.tasks.base import load_rows
 from cohort.tasks.expression import evaluate
+from cohort.tasks.self_check import run_self_check
 from cohort.tasks.splits import SPLITS, assign_split
 
 SMALL = Arithmetic(train_size=400, test_size=100)

@@ -13,24 +13,16 @@ from typing import Any
 
 import pytest
 
+from cohort.config.kinds import list_reward_parts
 from cohort.errors import ConfigError, TaskError, UserCodeError
 from cohort.tasks import base
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import (
-    SelfCheck,
-    Verdict,
-    check_parts,
-    get_task,
-    grade,
-    list_task_names,
-    load_rows,
-    make_plain_answer,
-    make_with_defaults,
-    run_self_check,
-    task,
-)
+from cohort.tasks.base import Verdict, get_task, list_task_names, load_rows, make_plain_answer, make_with_defaults, task
 from cohort.tasks.calls import compute_summary, get_gold, make_messages
+from cohort.tasks.grading import grade
+from cohort.tasks.parts import check_parts
 from cohort.tasks.ref import TaskRef
+from cohort.tasks.self_check import SelfCheck, run_self_check
 from cohort.user_code import load_file
 
 
@@ -83,7 +75,7 @@ def test_bad_classes_are_refused() -> None:
     with pytest.raises(TaskError, match="is not frozen"):
         task("thawed")(dataclass(type("Thawed", (), dict(body))))
     with pytest.raises(TaskError, match="not among its parts"):
-        task("mute")(type("Mute", (), {**body, "parts": ("style",)}))
+        task("mute")(type("Mute", (), {**body, "parts": ("style",), "accuracy": "correct"}))
     with pytest.raises(TaskError, match="already registered"):
         task("spelling")(type("Other", (), dict(body)))
     with pytest.raises(TaskError, match="already registered"):
@@ -226,7 +218,7 @@ def make_own(**methods: Any) -> Any:
     ("returned", "message"),
     [
         (None, "`rows` returned None (is `return` missing? "),
-        (None, '.py, line 239) for "train"; it must yield dicts, or return a list of them'),
+        (None, '.py, line 231) for "train"; it must yield dicts, or return a list of them'),
         ("text", "`rows` returned a str"),
         ({"id": 1}, "`rows` returned a dict"),
         (5, "`rows` returned a int"),
@@ -304,7 +296,7 @@ def test_a_gold_answer_and_a_summary_are_checked() -> None:
 
 def test_a_prompt_is_checked_where_it_comes_in() -> None:
     row = {"id": "a\ud800"}
-    for wrong in ("hello", None, [], [{"content": "x"}], [{"role": "user", "content": "\ud800"}]):
+    for wrong in (None, 7, [], [{"content": "x"}], [{"role": "user", "content": "\ud800"}]):
         with pytest.raises(
             TaskError, match=r'row "a\\ud800": .* the method `prompt`|row "a\\ud800": the method'
         ) as caught:
@@ -328,5 +320,30 @@ def test_a_forgotten_return_is_named_with_its_place() -> None:
 
 
 def test_partial_credit_in_the_accuracy_is_told_what_to_do() -> None:
-    with pytest.raises(TaskError, match=r"return 0 or 1 for it. For partial credit add a part of your own"):
+    with pytest.raises(TaskError, match=r"return 0 or 1 for it, or set accuracy = None in the class for a continuous"):
         check_parts("t", "r", ("correct",), "correct", {"correct": 0.7})
+
+
+def test_attributes_of_a_task_may_be_properties_that_its_settings_decide() -> None:
+    def count(self: Any) -> tuple[str, ...]:
+        return tuple(f"part{index}" for index in range(self.num))
+
+    body: dict[str, Any] = {"__annotations__": {"num": int}, "num": 2, "rows": lambda self, split: []}
+    body |= {"prompt": lambda self, row: "?", "score": lambda self, row, answer: {}}
+    body |= {"parts": property(count), "accuracy": property(lambda self: self.parts[0])}
+    body |= {"optional_parts": property(lambda self: self.num > 2), "packages": property(lambda self: {"a": "a"})}
+    body |= {"max_tokens": property(lambda self: self.num * 8), "work_seconds": property(lambda self: 1.5)}
+    body |= {"service": property(lambda self: True), "needs_sandbox": property(lambda self: True)}
+    cls = task("counted")(type("Counted", (), body))
+    made = [cls(num=num) for num in (1, 3)]
+    assert [(m.parts, m.accuracy, m.optional_parts, m.max_tokens) for m in made] == [
+        (("part0",), "part0", False, 8),
+        (("part0", "part1", "part2"), "part0", True, 24),
+    ]
+    assert (made[0].packages, made[0].work_seconds, made[0].service, made[0].needs_sandbox) == (
+        {"a": "a"},
+        1.5,
+        True,
+        True,
+    )
+    assert list_reward_parts(made[1]) == ("part0", "part1", "part2")

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cohort.chat.problems import TaskProblems
-from cohort.errors import ConfigError, TaskError, UserCodeError
+from cohort.errors import TaskError, UserCodeError
 from cohort.tasks.base import TASKS, task
 from cohort.tasks.conversation import ConversationEnvironment, ConversationRules, make_opening, open_episode
 from cohort.tasks.environment import Episodes, KeyedDraws, Opening, Past, Step
@@ -353,11 +352,6 @@ def test_prompts_of_every_kind_of_task_can_be_written() -> None:
     assert [tool["function"]["name"] for tool in adder.tools] == ["add", "read_clock"]
     assert guess == Opening(messages=[{"role": "user", "content": "Guess a number from 1 to 100."}])
     assert counter.messages[0]["content"] == "Count to 5. Begin at 2."
-
-
-def test_a_chat_refuses_a_task_that_it_cannot_play() -> None:
-    with pytest.raises(ConfigError, match=r"which a chat cannot play yet\. cohort eval guess plays it"):
-        TaskProblems(GuessTask(), "test")
 
 
 def test_a_reward_so_far_counts_at_the_limit_of_turns(monkeypatch: Any) -> None:

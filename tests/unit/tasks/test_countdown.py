@@ -15,9 +15,11 @@ from cohort.cli.main import main
 from cohort.config.document import dump_config, parse_config
 from cohort.config.load import load_config
 from cohort.errors import TaskError
-from cohort.tasks.base import grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.base import load_rows, make_plain_answer
 from cohort.tasks.countdown import Countdown, _parenthesise
+from cohort.tasks.grading import grade
 from cohort.tasks.ref import TaskRef
+from cohort.tasks.self_check import run_self_check
 from cohort.tasks.splits import SPLITS
 from cohort.types import Answer
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from cohort.tasks import environment
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import grade, load_rows, make_plain_answer
+from cohort.tasks.base import load_rows, make_plain_answer
 from cohort.tasks.draws import Draws
 from cohort.tasks.environment import (
     AgainRules,
@@ -20,6 +21,7 @@ from cohort.tasks.environment import (
     ThinkAgain,
     compute_total_reward,
 )
+from cohort.tasks.grading import grade
 from cohort.types import Answer, Key
 
 KEY = Key(seed=5, purpose="train", task="arithmetic", prompt_id="p", visit=2, sample=1)
@@ -67,6 +69,17 @@ def test_coefficients_decide_the_total_reward():
     parts = {"correct": 0.0, "format": 1.0}
     assert compute_total_reward(parts, {}) == 1.0 and compute_total_reward(parts, RULES.coefficients) == 0.0
     assert compute_total_reward(parts, {"format": 0.25, "correct": 9.0}) == 0.25
+
+
+def test_an_answer_without_a_reward_is_not_a_low_one():
+    """No part applies to it, so it has failed, and no other attempt is asked for."""
+    for parts, done in (({}, True), ({"score": 0.0}, False)):
+        inner = SimpleNamespace(
+            start=lambda row, draws: None, step=lambda answer, parts=parts: Step(parts=parts, done=True)
+        )
+        played = ThinkAgain(inner, RULES)
+        played.start(ROW, KeyedDraws(KEY))
+        assert played.step(make_plain_answer("x")).done is done
 
 
 class Counting:

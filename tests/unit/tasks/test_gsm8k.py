@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.base import get_task, load_rows, make_plain_answer
+from cohort.tasks.grading import grade
 from cohort.tasks.gsm8k import GSM8K, Find, Reward, Style
+from cohort.tasks.self_check import run_self_check
 from cohort.types import Answer
 from tests.unit.tasks.tables.gsm8k import HOSTILE, RIGHT, WRONG
 

@@ -16,13 +16,15 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.base import load_rows, make_plain_answer
+from cohort.tasks.grading import grade
 from cohort.tasks.ifeval.instructions import language
 from cohort.tasks.ifeval.instructions.gold import write_text
 from cohort.tasks.ifeval.instructions.registry import INSTRUCTIONS, read_arguments
 from cohort.tasks.ifeval.prompts import CONFLICTS, QUESTIONS, REQUESTS, TEMPLATES, TOPICS, are_compatible, generate_row
 from cohort.tasks.ifeval.task import LEVELS, MAX_CHARS, SYSTEM, IFEval
 from cohort.tasks.ref import TaskRef
+from cohort.tasks.self_check import run_self_check
 from cohort.types import Outcome, Row
 
 DATA = os.environ.get("COHORT_DATA", "")

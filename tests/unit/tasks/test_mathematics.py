@@ -15,13 +15,15 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.base import get_task, load_rows, make_plain_answer
+from cohort.tasks.grading import grade
 from cohort.tasks.mathematics.cleaning import clean_latex
 from cohort.tasks.mathematics.equality import compare
 from cohort.tasks.mathematics.notation import MAX_CHARS, read_structure
 from cohort.tasks.mathematics.quantity import read_quantity
 from cohort.tasks.mathematics.task import AIME24, INSTRUCTION, Math12k, Math500, Minerva, Olympiad, make_row
 from cohort.tasks.ref import TaskRef
+from cohort.tasks.self_check import run_self_check
 from tests.unit.tasks.tables.mathematics import HOSTILE, IN_A_PROBLEM, SAME_OR_NOT, WITHIN_ONE_PERCENT
 
 NAMES = ("math12k", "math500", "aime24", "amc", "minerva", "olympiad")

@@ -9,9 +9,10 @@ from functools import cache
 import pytest
 
 from cohort.tasks.arithmetic import Arithmetic
-from cohort.tasks.base import grade, make_plain_answer
+from cohort.tasks.base import make_plain_answer
 from cohort.tasks.countdown import Countdown
 from cohort.tasks.expression import evaluate
+from cohort.tasks.grading import grade
 from cohort.tasks.splits import assign_split
 from cohort.tasks.traces import encode, mixture, scratchpad, search, styles
 from cohort.text import Tokenizer

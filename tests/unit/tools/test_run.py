@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -134,3 +135,24 @@ def test_a_tool_that_catches_the_alarm_is_woken_again() -> None:
     END[0] = begin + 0.5
     assert run(Call(name="deaf"), limits=CallLimits(seconds=0.1, characters=9))[0][0] == str(CallOutcome.TIMEOUT)
     assert time.monotonic() - begin < 5
+
+
+async def fetch(text: str, forever: bool = False) -> str:
+    """Returns a text after it has given way to others once."""
+    await asyncio.sleep(0)
+    while forever:
+        await asyncio.sleep(0)
+    if text == "bad":
+        raise ValueError("no luck")
+    return text.upper()
+
+
+def test_async_tools_are_run_to_their_end() -> None:
+    tools = make_tools([fetch])
+    calls = [Call(name="fetch", arguments={"text": text}) for text in ("a", "bad", "b")]
+    found = [(str(r.outcome), r.content) for r in run_calls(calls, tools, LIMITS)]
+    assert found == [("ok", "A"), ("error", "ValueError: no luck"), ("ok", "B")]
+    stuck = Call(name="fetch", arguments={"text": "a", "forever": True})
+    limits = CallLimits(seconds=0.1, characters=9)
+    assert [str(r.outcome) for r in run_calls([stuck], tools, limits)] == ["timeout"]
+    assert [r.content for r in run_calls(calls[:1], tools, LIMITS)] == ["A"]

@@ -77,15 +77,9 @@ def unknown_type(x: Missing) -> str:  # type: ignore[name-defined]  # noqa: F821
     return str(x)
 
 
-async def waits(x: str) -> str:
-    """Waits."""
-    return x
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (waits, "is async, which tools cannot be yet"),
         (no_docstring, "no docstring"),
         (no_type, "parameter x has no type; write x: str"),
         (odd_type, "which a model cannot write as JSON"),

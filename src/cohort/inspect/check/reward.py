@@ -5,29 +5,34 @@ Scoring goes through the same pool of worker processes that a run uses.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from cohort.errors import TaskError
+from cohort.inspect.check.continuous import check_continuous
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
 from cohort.inspect.check.trial import Trial
 from cohort.jobs.build import RLJob
 from cohort.logs.escape import escape_line
 from cohort.models.catalog import notice_if_not_taught
 from cohort.rollout.episode import make_answer
-from cohort.scoring.pool import ScoringPool
-from cohort.tasks.calls import get_gold
+from cohort.scoring.base import Pool
+from cohort.scoring.start import choose_num_workers, start_scorer
+from cohort.tasks.calls import get_gold, resolve_row
+from cohort.tasks.parts import NO_PART
 from cohort.types import Answer, Outcome, Prompt, Sample
 
 # Rows of the training and of the test split that answers are made for.
 NUM_TRAIN = 12
 NUM_TEST = 4
 PASS_SECONDS = 10.0  # for one pass over the answers; the answers that are not reached in that time are left out
-FAIL_SCORE_SECONDS = 0.5  # time of one score
-WARN_SCORE_SECONDS = 0.05
+NUM_SERVICE_ROWS = 4  # rows of both splits together, where every answer costs a request to an outside service
+WARN_STEP_SECONDS = 5.0  # time of all scores of a step
 # Shares of the reward of a right answer that a worthless answer may earn.
 FAIL_REWARD_SHARE = 0.5
 WARN_REWARD_SHARE = 0.2
@@ -66,12 +71,18 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
     job = trial.job
     task = job.config.task
     stream = job.producer.stream
-    if hasattr(task, "environment"):
-        # Only a played episode has a reward. The sampled ones were played with the task's own environment.
+    rows = stream.next_prompts(min(NUM_TRAIN, stream.num_rows)) + job.problems[:NUM_TEST]
+    # Only a played episode has a reward. The sampled ones were played with the task's own environment. A mixture may
+    # have both kinds of tasks.
+    scored_alone = [prompt for prompt in rows if not hasattr(resolve_row(task, prompt.row)[0], "environment")]
+    if len(scored_alone) < len(rows):
         yield ok("reward/environment", "rewards come from the environment, which played the sampled episodes")
+    if not scored_alone:
         yield check_signal(trial, seconds)
         return
-    rows = stream.next_prompts(min(NUM_TRAIN, stream.num_rows)) + job.problems[:NUM_TEST]
+    rows = scored_alone
+    if task.service:
+        rows = rows[:: max(1, len(rows) // NUM_SERVICE_ROWS)][:NUM_SERVICE_ROWS]
     try:
         cases = make_cases(task, rows)
         scored = list(_score_cases(job, job.scorer, cases, seconds))
@@ -83,8 +94,12 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
             return
         yield check_speed(job, scored)
         yield from check_verdicts(job, judged, {c.kind for c in cases})
-        yield check_repeatable(job, judged, seconds)
-        yield check_order(job, judged, seconds)
+        if task.service:
+            kept = "what an outside service says is kept in the run's journal, so a resumed run gets the same scores"
+            yield ok("reward/repeatable", f"not scored twice: {kept}")
+        else:
+            yield check_repeatable(job, judged, seconds)
+            yield check_order(job, judged, seconds)
         yield check_signal(trial, seconds)
     except TaskError as error:
         yield fail(
@@ -140,22 +155,26 @@ def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
     return replace(answer, num_tokens=len(text.split()), full=text if is_whole else answer.full)
 
 
-def _score_cases(job: RLJob, pool: ScoringPool, cases: Iterable[Case], seconds: float) -> Iterator[Case]:
-    """Scores the cases one after another in `pool`, and yields copies with outcome, reward, correct and seconds.
+def _score_cases(job: RLJob, pool: Pool, cases: Iterable[Case], seconds: float) -> Iterator[Case]:
+    """Scores the cases in `pool`, and yields copies with outcome, reward, correct and seconds.
 
-    A case is correct if the task's accuracy part is 1; one that could not be scored has the reward 0. Stops after the
-    case during which `seconds` since the start have passed. A grader that hangs on a case costs that case its own time
-    limit only.
+    They are scored one after another, so that each is timed alone; where scoring asks an outside service, as many at
+    once as in a run, and each has the time of all. A case is correct if the task's accuracy part is 1; one that could
+    not be scored has the reward 0. Stops after the case during which `seconds` since the start have passed. A grader
+    that hangs on a case costs that case its own time limit only.
     """
     begin = time.perf_counter()
     accuracy = job.config.task.accuracy
-    for case in cases:
+    at_once = job.config.scoring.concurrency if job.config.task.service else 1
+    waiting = iter(cases)
+    while batch := list(islice(waiting, at_once)):
         start = time.perf_counter()
-        [outcome] = pool.score([(case.prompt.row, case.answer)])
+        outcomes = pool.score([(case.prompt.row, case.answer) for case in batch])
         now = time.perf_counter()
-        reward = job.producer.settings.compute_reward(outcome.parts)
-        correct = outcome.parts.get(accuracy, 0.0) == 1.0
-        yield replace(case, outcome=outcome, seconds=now - start, reward=reward, correct=correct)
+        for case, outcome in zip(batch, outcomes, strict=True):
+            reward = job.producer.settings.compute_reward(outcome.parts)
+            correct = accuracy is not None and outcome.parts.get(accuracy, 0.0) == 1.0
+            yield replace(case, outcome=outcome, seconds=now - start, reward=reward, correct=correct)
         if now - begin > seconds:
             return
 
@@ -166,9 +185,12 @@ def _score_cases(job: RLJob, pool: ScoringPool, cases: Iterable[Case], seconds: 
 def check_failures(scored: Sequence[Case]) -> Finding:
     """Returns FAIL if the grader could not score some answer, for instance because it raised an exception, else ok."""
     name = "reward/failures"
-    failed = [c for c in scored if c.outcome.failure]
+    # A task may say that no part of its reward applies to an answer. That is no mistake of the grader.
+    idle = [c for c in scored if c.outcome.failure == NO_PART]
+    failed = [c for c in scored if c.outcome.failure and c.outcome.failure != NO_PART]
     if not failed:
-        return ok(name, f"all {len(scored)} answers could be scored", answers=len(scored))
+        also = f"; to {len(idle)} of them no part of the reward applies" if idle else ""
+        return ok(name, f"all {len(scored)} answers could be scored{also}", answers=len(scored))
     # In full: an exception and its message are what the user needs.
     problem = escape_line(failed[0].outcome.failure, 300)
     first = f'the first, {failed[0].kind} text {quote(failed[0].answer.text)}: "{problem}"'
@@ -177,19 +199,25 @@ def check_failures(scored: Sequence[Case]) -> Finding:
 
 
 def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
-    """Returns FAIL if the median time of a score is above 0.5 s, warn above 0.05 s, else ok.
+    """Returns how long scoring takes in a step: warn if that is more than 5 s, else ok. A slow grader is no mistake.
 
-    Leaves out the first score, which waits for its worker, and failures, which are tried twice; without other scores
+    Leaves out the first score, which waits for its worker, and failures, which are tried again; without other scores
     the time is 0.
     """
     name = "reward/speed"
+    scoring = job.config.scoring
+    is_service = job.config.task.service
     per_step = job.config.batch.prompts * job.config.batch.samples
     each = statistics.median([c.seconds for c in scored[1:] if not c.outcome.failure] or [0.0])
-    text = f"{each:.2g} s per score, {each * per_step:.2g} s for the {per_step} scores of a step"
-    if each <= WARN_SCORE_SECONDS:
-        return ok(name, text, seconds=each)
-    advice = f"{text}; allowed are {FAIL_SCORE_SECONDS:g} s per score. Make the grader cheaper, or cache its lookups."
-    return (fail if each > FAIL_SCORE_SECONDS else warn)(name, advice, seconds=each)
+    at_once = scoring.concurrency if is_service else scoring.workers or choose_num_workers(job.config.task)
+    total = math.ceil(per_step / at_once) * each
+    how = f", {at_once} at once" if at_once > 1 else ""
+    text = f"{each:.2g} s per score{how}: about {total:.2g} s for the {per_step} scores of a step"
+    if total <= WARN_STEP_SECONDS:
+        return ok(name, text, seconds=each, step=total)
+    flag = "--scoring.concurrency" if is_service else "--scoring.workers"
+    advice = "" if is_service else ", or write async def score if it waits for a service"
+    return warn(name, f"{text}. Raise {flag}{advice}, or make the grader quicker.", seconds=each, step=total)
 
 
 def check_repeatable(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
@@ -208,7 +236,7 @@ def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
     Stops after `seconds` and compares what was scored until then. Compares reward parts only.
     """
     turned = list(scored)[::-1]
-    with ScoringPool(job.config.task) as pool:
+    with start_scorer(job.config.task, job.config.scoring) as pool:
         again = list(_score_cases(job, pool, turned, seconds))
     remedy = "The grader remembers something between answers, or depends on its process: it must do neither."
     how = "scored in another order by another worker"
@@ -238,12 +266,15 @@ def check_verdicts(job: RLJob, scored: Sequence[Case], made: Iterable[str]) -> I
     """Runs the checks of what the grader rewards, for each kind of answer, and yields their findings.
 
     `scored` must not contain answers that could not be scored. `made` are the kinds of all answers: a check none of
-    whose answers was scored is a warning. The checks of a repeated, of another row's and of half an answer are left
-    out if there are no such answers.
+    whose answers was scored is a warning. A reward without an accuracy has checks of its own. The checks of a repeated,
+    of another row's and of half an answer are left out if there are no such answers.
     """
     kinds: dict[str, list[Case]] = {kind: [] for kind in made}
     for case in scored:
         kinds[case.kind].append(case)
+    if job.config.task.accuracy is None:
+        yield from check_continuous(kinds)
+        return
     gold = kinds.get("gold", [])
     # The full reward is that of the best gold answer or, without gold answers, that of full marks in every part.
     most = job.producer.settings.compute_reward(dict.fromkeys(job.config.task.parts, 1.0))

@@ -10,6 +10,7 @@ from cohort.errors import UserCodeError
 from cohort.inspect.check.drift import check_drift
 from cohort.inspect.check.findings import Finding, fail, ok
 from cohort.inspect.check.given import check_given_update, make_given_trial
+from cohort.inspect.check.judge import check_judge
 from cohort.inspect.check.plan import check_example_time, check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
 from cohort.inspect.check.rows import check_rows, check_template
@@ -55,6 +56,7 @@ def _check_rollouts(config: RL, progress: Callable[[str], None]) -> Iterator[Fin
         for finding in check_reward(trial):
             seconds = finding.details.get("seconds", seconds)
             yield finding
+        yield from check_judge(config.task)
         progress("computing gradients")
         give_distinct_rewards(trial)
         if not (yield from _guard_update(check_update(trial))):

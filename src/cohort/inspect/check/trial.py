@@ -22,6 +22,7 @@ from cohort.jobs.build import RLJob
 from cohort.learner.base import MicrobatchOptions
 from cohort.loops.learning import annotate
 from cohort.rollout.producer import Producer
+from cohort.rollout.settings import make_again_rules
 from cohort.tasks.environment import AgainRules, Episodes, KeyedDraws, Opening, Past, Step, ThinkAgain
 from cohort.types import Answer, Finish, Group, Outcome, Provenance, Row
 from cohort.world import World
@@ -170,7 +171,7 @@ def sample_trial(job: RLJob, num_prompts: int, num_samples: int) -> Trial:
     prompts = stream.next_prompts(min(num_prompts, batch.prompts))
     drawing = replace(job.producer.settings, group_size=min(num_samples, batch.samples))
     # Tools and environments decide how a conversation goes on, so they are run.
-    scorer = _ZeroRewardScorer(job.scorer.again) if job.scorer.conversation is None else job.scorer
+    scorer = _ZeroRewardScorer(make_again_rules(job.config)) if job.scorer.conversation is None else job.scorer
     producer = Producer(cast(Engine, engine), scorer, stream, drawing, job.producer.order)
     begin = time.perf_counter()
     groups = producer.roll_out(prompts)
@@ -293,6 +294,8 @@ class _ZeroRewardScorer:
     Conversations continue as in the run: after a low reward, `again` can ask for a further attempt.
     """
 
+    scores_groups = False
+
     def __init__(self, again: AgainRules | None) -> None:
         inner = _ZeroRewardEnvironment()
         self.episodes = Episodes(lambda: inner if again is None else ThinkAgain(inner, again))
@@ -307,6 +310,10 @@ class _ZeroRewardScorer:
         # Without a past the task has a single turn, and the conversation ends.
         step = Step() if past is None else self.episodes.step(row, past, answer)
         self.done.append((id, Outcome(replies=step.replies, cost=step.cost)))
+
+    def submit_group(self, id: str, row: Row, answers: Sequence[Answer]) -> None:
+        """Is not called: without rewards the answers of a group need not be together."""
+        raise AssertionError("answers are submitted one by one")
 
     def drop(self, id: str) -> None:
         """Forgets the outcome of the answer that was submitted under `id`, if `poll` has not returned it yet."""

@@ -24,6 +24,7 @@ from cohort.inspect.explain.words import (
     format_total,
     mean,
 )
+from cohort.logs.legend import list_task_rewards
 from cohort.types import Group
 
 # Recorded metrics that the overview repeats.
@@ -100,6 +101,9 @@ def _describe_step(step: RecordedStep) -> list[Fact]:
         parts = sorted({name for s in samples for name in s.parts})
         means = [f"{name} {format_number(mean([s.parts[name] for s in samples if name in s.parts]))}" for name in parts]
         facts.append(("reward", f"{format_spread(rewards)}; parts on average: {', '.join(means) or 'none'}"))
+        if tasks := list_task_rewards(step.metrics):
+            own = [f"{label} {format_number(reward)}" for label, reward in tasks]
+            facts.append(("tasks", f"mean reward: {', '.join(own)}"))
     if effect.is_known:
         # A token is pushed against its gradient.
         pushes = [-g for e in sampled for g in e.gradient]

@@ -33,10 +33,11 @@ _FIELDS: dict[str, Callable[[RunSummary], Any]] = {
     "step": lambda run: run.step,
     "steps": lambda run: run.num_steps,
     "accuracy": lambda run: run.accuracy,
-    "best": lambda run: run.best_accuracy,
+    "best": lambda run: run.best_eval_reward if math.isnan(run.best_accuracy) else run.best_accuracy,
+    "eval_reward": lambda run: run.eval_reward,
     "reward": lambda run: run.metrics.get("reward/mean", math.nan),
 }
-_ACCURACIES = ("accuracy", "best", "eval/accuracy")
+_RESULTS = ("accuracy", "best", "eval/accuracy", "eval_reward", "eval/reward")
 _TIMES = ("date", "updated")
 _OTHER_STATES = {"finished": "done", "failed": "crashed"}  # words that mean the same as a state
 _TEXTS = ("name", "state", "recipe", "model", "kind", "note")
@@ -134,15 +135,17 @@ def sort_runs(runs: Sequence[RunSummary], name: str, reverse: bool) -> list[RunS
 
 
 def describe_splits(runs: Sequence[RunSummary], order: str) -> list[str]:
-    """Returns what a reader must know of the accuracies of a table; `order` is the name by which it is sorted."""
-    splits = {run.split for run in runs if not math.isnan(run.accuracy)}
+    """Returns what a reader must know of the results in a table; `order` is the name by which it is sorted."""
+    splits = {run.split for run in runs if not (math.isnan(run.accuracy) and math.isnan(run.eval_reward))}
+    what = "accuracy" if any(not math.isnan(run.accuracy) for run in runs) else "reward"
     notes = []
     if "validation" in splits:
-        others = "; the other accuracies are on the test split, and cannot be compared with it"
+        many = "accuracies" if what == "accuracy" else "rewards"
+        others = f"; the other {many} are on the test split, and cannot be compared with it"
         notes.append(f"v = measured on the validation split{others if 'test' in splits else ''}")
-    if order in _ACCURACIES and "test" in splits:
+    if order in _RESULTS and "test" in splits:
         notes.append(
-            "Choosing a run by its accuracy on the test split makes that accuracy too high. To choose, train with "
+            f"Choosing a run by its {what} on the test split makes that {what} too high. To choose, train with "
             "--eval.split validation (docs/evaluation.md)."
         )
     return notes

@@ -29,7 +29,8 @@ def make_record(run: RunSummary) -> dict[str, Any]:
         "accuracy_step": None if math.isnan(run.accuracy) else run.accuracy_step,
         "accuracy_split": None if math.isnan(run.accuracy) else run.split or None,
         "best_accuracy": _make_finite(run.best_accuracy),
-        "best_step": None if math.isnan(run.best_accuracy) else run.best_step,
+        "best_step": None if math.isnan(run.best_accuracy) and math.isnan(run.best_eval_reward) else run.best_step,
+        **_describe_eval_reward(run),
         "curve": {
             "metric": run.curve.metric,
             "steps": list(run.values),
@@ -40,6 +41,18 @@ def make_record(run: RunSummary) -> dict[str, Any]:
         "differences_from": run.differences.source,
         "settings": _make_finite(dict(run.settings)),
         "command": run.command,
+    }
+
+
+def _describe_eval_reward(run: RunSummary) -> dict[str, Any]:
+    """Returns the held-out mean reward with its step and split, of a run whose task has no accuracy; else {}."""
+    if math.isnan(run.eval_reward):
+        return {}
+    return {
+        "eval_reward": _make_finite(run.eval_reward),
+        "eval_reward_step": run.accuracy_step,
+        "eval_reward_split": run.split or None,
+        "best_eval_reward": _make_finite(run.best_eval_reward),
     }
 
 

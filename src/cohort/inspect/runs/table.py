@@ -116,7 +116,7 @@ def make_columns(runs: Sequence[RunSummary], metrics: Sequence[str], format: Tab
         Column(title="name", cells=names, rank=0, least=_MIN_NAME, keep_end=True),
         Column(title="state", cells=[run.state for run in runs], rank=2),
         Column(title="step", cells=[_format_step(run) for run in runs], rank=4),
-        Column(title="accuracy", cells=[_format_accuracy(run) for run in runs], rank=3),
+        *_make_result_columns(runs),
         Column(title=label, cells=[_format_curve(run, length, format.blocks, label) for run in runs], rank=5),
         *(
             Column(title=escape_line(name), cells=[_format_value(run, name) for run in runs], rank=1, least=16)
@@ -210,17 +210,25 @@ def _format_step(run: RunSummary) -> str:
     return f"{run.step}/{run.num_steps or '?'}" if run.step or run.num_steps else ""
 
 
-def _format_accuracy(run: RunSummary) -> str:
-    """Returns the newest held-out accuracy and its step, as in "0.512 @100"; "" if there is none.
+def _make_result_columns(runs: Sequence[RunSummary]) -> list[Column]:
+    """Returns the column of held-out accuracies, that of held-out mean rewards, or both if there are both."""
+    accuracies = [_format_result(run.accuracy, run) for run in runs]
+    rewards = [_format_result(run.eval_reward, run) for run in runs]
+    columns = [Column(title="accuracy", cells=accuracies, rank=3)] if any(accuracies) or not any(rewards) else []
+    return columns + ([Column(title="eval reward", cells=rewards, rank=3)] if any(rewards) else [])
+
+
+def _format_result(value: float, run: RunSummary) -> str:
+    """Returns the newest held-out accuracy or mean reward and its step, as in "0.512 @100"; "" if there is none.
 
     One of the validation split has a mark: it cannot be compared with those of the test split.
     """
-    if math.isnan(run.accuracy):
+    if math.isnan(value):
         return ""
     # Whatever a damaged database has in this place must fit into the column.
-    accuracy = f"{run.accuracy:.3f}" if 0 <= run.accuracy <= 1 else format_compact(run.accuracy)
+    shown = f"{value:.3f}" if 0 <= value <= 1 else format_compact(value)
     mark = VALIDATION_MARK if run.split == "validation" else ""
-    return f"{accuracy}{mark} @{run.accuracy_step}"
+    return f"{shown}{mark} @{run.accuracy_step}"
 
 
 def _format_curve(run: RunSummary, length: int, blocks: str, title: str) -> str:

@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from cohort.evaluation.records import HELD_OUT_METRICS
 from cohort.logs.sinks.base import Sink, SinkRow, read_rows
 from cohort.logs.view import Header
 
@@ -34,7 +35,7 @@ class TrackioSink(Sink):
                 project=PROJECT, name=header.name, config=header.config, resume="allow", embed=False
             )
         logs = SQLiteStorage.get_logs(PROJECT, header.name, run_id=self._run.id)
-        self._known_rows = {(log["step"], "eval/accuracy" in log) for log in logs}
+        self._known_rows = {(log["step"], any(name in log for name in HELD_OUT_METRICS)) for log in logs}
         # A server cannot be asked which rows it has. It is assumed to have all rows from before this start. Steps would
         # not tell: the evaluation of the step at which a start begins may still have to be made, as that of step 0.
         remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")

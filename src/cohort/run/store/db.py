@@ -16,6 +16,7 @@ from time import time as read_time
 from cohort.errors import RunError
 from cohort.run.filesystem import is_on_network
 from cohort.run.store.schema import MIGRATIONS, TABLES, is_damage
+from cohort.run.store.turns import SampleTurn, list_turns
 from cohort.types import Group, Sample
 
 
@@ -128,6 +129,23 @@ class Store:
             " advantage, parts, reason, failure, masked) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [(now, step, cursor.lastrowid, *_make_sample_values(i, s)) for i, s in enumerate(group.samples)],
         )
+        for place, sample in enumerate(group.samples):
+            self._insert_turns(step, (cursor.lastrowid, place), sample, now)
+
+    def _insert_turns(self, step: int, place: tuple[int | None, int], sample: Sample, now: float) -> None:
+        """Inserts a row per turn of a sample that has several; other samples have none.
+
+        `place` is the id of the sample's group and its position there. Must be called inside a transaction.
+        """
+        turns = list_turns(sample)
+        if not turns:
+            return
+        found = self._db.execute("SELECT id FROM samples WHERE group_id = ? AND position = ?", place).fetchone()
+        self._db.executemany(
+            "INSERT INTO turns (time, step, sample_id, number, num_tokens, num_reply_tokens, finish, calls, reward,"
+            " text, reply) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(now, step, found[0], number, *_make_turn_values(turn)) for number, turn in enumerate(turns, start=1)],
+        )
 
     def _find_or_insert_prompt(self, step: int, group: Group, now: float) -> int:
         """Returns the row id of the group's prompt, found by task and prompt id.
@@ -230,6 +248,19 @@ def _make_sample_values(position: int, sample: Sample) -> tuple[object, ...]:
         _escape_surrogates(sample.reason),
         _escape_surrogates(sample.failure),
         sample.masked,
+    )
+
+
+def _make_turn_values(turn: SampleTurn) -> tuple[object, ...]:
+    """Returns the values of a turn's row after its number, in the order of the INSERT statement in `_insert_turns`."""
+    return (
+        turn.num_tokens,
+        turn.num_reply_tokens,
+        str(turn.finish),
+        None if turn.calls is None else json.dumps(turn.calls),
+        turn.reward,
+        _escape_surrogates(turn.text),
+        _escape_surrogates(turn.reply),
     )
 
 

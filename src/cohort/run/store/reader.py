@@ -13,7 +13,8 @@ from typing import Any
 
 from cohort.config.names import get_current_metric_name, list_metric_names
 from cohort.errors import RunError
-from cohort.run.store.records import EventRow, GroupRow, MetricRow, Overview, PromptRow, SampleRow
+from cohort.evaluation.records import HELD_OUT_METRICS
+from cohort.run.store.records import EventRow, GroupRow, MetricRow, Overview, PromptRow, SampleRow, TurnRow
 from cohort.run.store.schema import MIGRATIONS, find_wrong_table, is_damage
 from cohort.system.json_text import parse_json
 
@@ -42,11 +43,12 @@ class Reader:
                 "Cohort. If no newer version has written this run, the file is damaged: rebuild it from the other "
                 f"files of the run with `cohort resume {path.parent}`, which keeps the damaged file aside."
             )
-        if version < len(MIGRATIONS):
+        if version < 1:
             raise RunError(
-                f"{path} has schema version {version}, but this version of Cohort reads {len(MIGRATIONS)}. Run `cohort "
-                f"resume {path.parent}` once: it migrates the database."
+                f"{path} has schema version {version}, but this version of Cohort reads 1 to {len(MIGRATIONS)}. Run "
+                f"`cohort resume {path.parent}` once: it migrates the database."
             )
+        self._version = version  # tables that later versions have are read as empty
         try:
             wrong_table = find_wrong_table(self._db, version)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -105,6 +107,19 @@ class Reader:
             row["advantage"] = math.nan if row["advantage"] is None else row["advantage"]
         return [SampleRow(**row) for row in rows]
 
+    def read_turns(self, *, after: int = 0, step: int | None = None, sample: int | None = None) -> list[TurnRow]:
+        """Returns the turns of samples with several; None = any step or sample. `sample` is a SampleRow.id.
+
+        Steps that an earlier version of Cohort recorded have none.
+        """
+        if self._version < 2:
+            return []
+        rows = self._select_rows("turns", after, step=step, sample_id=sample)
+        for row in rows:
+            row["sample"] = row.pop("sample_id")
+            row["calls"] = None if row["calls"] is None else parse_json(row["calls"])
+        return [TurnRow(**row) for row in rows]
+
     def read_events(self, *, after: int = 0, kind: str | None = None) -> list[EventRow]:
         """Returns the event rows with an id above `after`, in the order of ids; only those of `kind` if it is given."""
         return [EventRow(**r) for r in self._select_rows("events", after, kind=kind)]
@@ -151,7 +166,9 @@ class Reader:
         if type(step) is not int:
             raise RunError(_describe_damage(self.path, "a step in it is not a number"))
         metrics = {get_current_metric_name(str(name)): _make_number(value) for _, _, name, value in rows}
-        accuracies = self._read_points("eval/accuracy", ())
+        found = {name: self._read_points(name, ()) for name in HELD_OUT_METRICS}
+        measured = max(found, key=lambda name: max(found[name], default=-1))
+        accuracies = found[measured]
         # Metrics of the newest evaluation, if that is older than the newest step.
         if accuracies and (evaluated := max(accuracies)) != step:
             older = self._fetch("SELECT name, value FROM metrics WHERE step = ? AND name LIKE 'eval/%'", (evaluated,))
@@ -173,6 +190,7 @@ class Reader:
             step=step,
             metrics=metrics,
             accuracies=accuracies,
+            measure=measured.removeprefix("eval/"),
             curve=self._read_points(curve, sorted(spaced)),
             command=command.text if command else "",
             started=command.time if command else math.nan,

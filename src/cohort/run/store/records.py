@@ -52,6 +52,7 @@ class RunDescription:
     columns: tuple[tuple[str, str], ...] = ()  # (title, metric) of the columns of the card's table
     totals: tuple[tuple[str, str], ...] = ()  # (words, metric) of the metrics that the card sums over the run
     left_out: tuple[str, ...] = ()  # what the run does not use of its data, and how many, one line each
+    not_evaluated: str = ""  # why the run has no evaluations although it has a task; "" = it has some, or no task
     reads_back: int = 0  # a resume reads the rollouts of so many steps before its checkpoint, to reuse them
 
 
@@ -119,6 +120,24 @@ class SampleRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRow:
+    """One turn of a sample that has several, with the environment's reply to it."""
+
+    id: int
+    time: float
+    step: int
+    sample: int  # SampleRow.id
+    number: int  # from 1
+    num_tokens: int  # that the policy drew in this turn
+    num_reply_tokens: int
+    finish: str
+    calls: dict[str, int] | None  # of tools, by outcome; None = not recorded per turn
+    reward: float | None  # of this turn alone; None = the sample has one reward for all turns
+    text: str  # the first 2,000 characters, as of `reply`
+    reply: str  # "" after the last turn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EventRow:
     """Something that happened: a skipped step, a failure, a checkpoint, a stop."""
 
@@ -135,7 +154,8 @@ class Overview:
 
     step: int  # newest one with metrics
     metrics: dict[str, float]  # of that step and of the newest evaluation; a value may be NaN
-    accuracies: dict[int, float]  # held-out accuracy by step
+    accuracies: dict[int, float]  # held-out accuracy, or mean reward, by step
+    measure: str  # which of the two: "accuracy" or "reward"
     curve: dict[int, float]  # a metric by step, at evenly spaced steps
     command: str  # what the user typed to start the run; "" = not recorded
     started: float  # seconds since 1970, UTC; NaN = not recorded

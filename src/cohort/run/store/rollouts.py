@@ -170,6 +170,11 @@ def _is_parts(value: Any) -> bool:
     return type(value) is dict and all(type(part) in (float, int) for part in value.values())
 
 
+def _is_calls(value: Any) -> bool:
+    """Returns whether the value is a dict whose values are int, like the calls of a sample by outcome."""
+    return type(value) is dict and all(type(count) is int for count in value.values())
+
+
 def _is_none_or(is_valid: ValueCheck) -> ValueCheck:
     """Returns a function that accepts None and every value that `is_valid` accepts."""
     return lambda value: value is None or is_valid(value)
@@ -207,6 +212,7 @@ _SAMPLE_CHECKS = {
     **{"versions": _is_versions, "finish": _has_type(Finish), "masked": _has_type(Fate)},
     **{"text": _is_text, "reason": _is_text, "failure": _is_text, "parts": _is_parts},
     **{"reward": _is_none_or(_is_number), "turn_rewards": _is_number_list},
+    **{"calls": _is_calls, "turn_calls": _is_list_of(dict), "messages": _is_list_of(dict)},
     **{"advantage": _is_number, "token_advantages": _is_none_or(_is_number_list)},
     **{"old_logprobs": _is_none_or(_is_number_list), "ref_logprobs": _is_none_or(_is_number_list)},
 }

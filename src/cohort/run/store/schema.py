@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from functools import cache
 
-TABLES = ("metrics", "prompts", "groups", "samples", "events")
+TABLES = ("metrics", "prompts", "groups", "samples", "turns", "events")
 """Referenced tables come before those that refer to them, so rows must be removed in reverse order."""
 
 # AUTOINCREMENT never gives the id of a removed row again. So a reader that asks for rows after an id misses none when a
@@ -39,8 +39,18 @@ _VERSION_1 = (
         kind TEXT NOT NULL, text TEXT NOT NULL)""",
 )
 
+# The turns of samples that have several. Runs of version 1 have none for the steps before the migration.
+_VERSION_2 = (
+    """CREATE TABLE turns (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, step INTEGER NOT NULL,
+        sample_id INTEGER NOT NULL REFERENCES samples (id), number INTEGER NOT NULL,
+        num_tokens INTEGER NOT NULL, num_reply_tokens INTEGER NOT NULL, finish TEXT NOT NULL, calls TEXT,
+        reward REAL, text TEXT NOT NULL, reply TEXT NOT NULL, UNIQUE (sample_id, number))""",
+    "CREATE INDEX turns_by_step ON turns (step)",
+)
+
 # A new version needs a new FORMAT in config/document.py too: by it a resume knows a newer run.db from a damaged one.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1,)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2)
 
 # Parts of messages of errors that have no kind of their own.
 _SIGNS_OF_DAMAGE = ("no such table", "no such column", "has no column", "unsupported file format", "Could not decode")

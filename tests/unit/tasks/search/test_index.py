@@ -324,3 +324,16 @@ def test_threads_share_an_index(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert found == [["c"]] * 8
+
+
+def test_words_in_one_sentence_and_side_by_side_count_more(tmp_path: Path) -> None:
+    """Both passages have the same words and lengths; in one they stand together."""
+    texts = {
+        "apart": "The bridge is old. Nobody crosses it. A river flows there. The green hills are near.",
+        "close": "Hills are old. Nobody crosses a bridge. There it is. The green river flows near the.",
+    }
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"id": id, "title": "", "text": text}) + "\n" for id, text in texts.items()))
+    made = open_index((str(file),))
+    assert find(made, "Where is the green river?") == ["close", "apart"]
+    assert find(made, "green hills") == ["apart", "close"]

@@ -14,11 +14,13 @@ from cohort.config.kinds import RL
 from cohort.errors import TaskError
 from cohort.jobs.inputs import settle_inputs
 from cohort.scoring.pool import ScoringPool
-from cohort.tasks.base import get_task, grade, load_rows, make_plain_answer, run_self_check
+from cohort.tasks.base import get_task, load_rows, make_plain_answer
 from cohort.tasks.calls import compute_summary
+from cohort.tasks.grading import grade
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.search.index import open_index
 from cohort.tasks.search.task import NOTHING_FOUND, SearchQA
+from cohort.tasks.self_check import run_self_check
 from cohort.user_code import load_file
 from tests.helpers.data_rows import write_rows
 

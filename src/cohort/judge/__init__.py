@@ -1,0 +1,1 @@
+"""A judge: a language model behind an OpenAI-compatible server that grades answers."""
