@@ -34,6 +34,10 @@ class EngineError(CohortError):
     """An engine has died or was closed and takes no more requests. The run that used it can be resumed."""
 
 
+class RankError(CohortError):
+    """Another rank has ended, hangs or cannot be reached, so that the ranks cannot go on. The run can be resumed."""
+
+
 class ServiceError(CohortError):
     """An outside service that a grader asks, such as a judge, gave no usable reply. The answer has no score then.
 

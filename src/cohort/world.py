@@ -2,17 +2,34 @@
 
 In one process, `sum` and `gather` return the process's own values. Code that uses a `World` therefore never asks how
 many ranks there are: it sums and gathers, and the results are those of all ranks together.
+
+Every rank must make the same collective calls in the same order. Each has a time limit, and where one fails the error
+says which rank waited, in which phase of which step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch import Tensor
 
+from cohort.errors import RankError
 from cohort.serialize import dumps, loads
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a rank is doing, for error messages, and the bytes that it has handed to collectives so far."""
+
+    phase: str = "the start"
+    step: int = 0  # the step under way, from 1; 0 = none yet
+    bytes_by_kind: Counter[str] = field(default_factory=Counter)  # by the name of the collective
 
 
 class World:
@@ -21,8 +38,49 @@ class World:
     rank = 0
     size = 1
 
+    def __init__(self) -> None:
+        self.progress = Progress()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and shows progress."""
+        return self.rank == 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context in which errors of collectives name this phase, such as "rollout"."""
+        before, self.progress.phase = self.progress.phase, name
+        try:
+            yield
+        finally:
+            self.progress.phase = before
+
+    @contextmanager
+    def collective(self, kind: str, num_bytes: int = 0) -> Iterator[None]:
+        """Context around calls of torch.distributed: counts bytes under `kind`, and raises RankError where they fail.
+
+        It is for collectives that are not methods of a world, such as those of a sharded model.
+        """
+        self.progress.bytes_by_kind[kind] += num_bytes
+        yield
+
     def sum(self, x: Tensor) -> Tensor:
         """Replaces `x` by its sum over all ranks, in place, and returns it. With one rank, `x` stays as it is."""
+        return x
+
+    def sum_scattered(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum of `x` over all ranks. `x` is flat, and its length a multiple of `size`.
+
+        Parts are of equal length, in rank order. With one rank the part is `x` itself.
+        """
+        return x
+
+    def join(self, part: Tensor) -> Tensor:
+        """Returns the parts of all ranks, flat and of equal length, one after another in rank order."""
+        return part
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Replaces `x` by the first rank's, in place, and returns it."""
         return x
 
     def gather(self, value: Any) -> list[Any]:
@@ -32,41 +90,152 @@ class World:
         """
         return [value]
 
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks in rank order on the first rank, and [] on the others."""
+        return [value]
+
+    def share(self, value: Any) -> Any:
+        """Returns the value that the first rank passes. The others pass anything."""
+        return value
+
+    def exchange(self, parts: Sequence[Any]) -> list[Any]:
+        """Sends `parts[i]` to rank i, and returns what all ranks sent to this one, in rank order."""
+        return list(parts)
+
+    def split(self, tensor: int) -> Grid:
+        """Divides the ranks into groups of `tensor` neighbours that hold one model together. See `Grid`."""
+        assert tensor == 1, "one process cannot be divided"
+        return Grid(data=self, tensor=ONE_PROCESS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """The ranks as a table: a row of `tensor` ranks holds one model, and every row has its own data."""
+
+    data: World  # the ranks in this rank's column: they have other data, and the same part of the model
+    tensor: World  # the ranks in this rank's row: they have the same data, and other parts of the model
+
 
 ONE_PROCESS = World()
 
 
 class ProcessGroup(World):
-    """The default torch.distributed group (gloo or nccl). The launcher has initialised it, with a time limit."""
+    """Ranks of torch.distributed, which the launcher has initialised, with a time limit.
 
-    def __init__(self) -> None:
-        self.rank = torch.distributed.get_rank()
-        self.size = torch.distributed.get_world_size()
-        nccl = torch.distributed.get_backend() == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    `group` are the ranks for tensors (gloo or nccl), `control` the same ranks over gloo, for everything else; None =
+    all ranks, with new control connections if tensors go through nccl.
+    """
+
+    def __init__(self, group: Any = None, control: Any = None, progress: Progress | None = None) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.progress = progress or Progress()
+        self._group = group
+        uses_nccl = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
+        # Records go over gloo also beside GPUs: they would only be copied to a GPU and back.
+        self._control = control or (dist.new_group(backend="gloo") if uses_nccl else group)
+
+    @contextmanager
+    def collective(self, kind: str, num_bytes: int = 0) -> Iterator[None]:
+        """Context around calls of torch.distributed: counts bytes under `kind`, and raises RankError where they fail."""
+        self.progress.bytes_by_kind[kind] += num_bytes
+        try:
+            yield
+        except RuntimeError as error:
+            # Errors of this process itself, such as memory that ran out, are not about other ranks.
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            at = f"in step {self.progress.step}" if self.progress.step else "before the first step"
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise RankError(
+                f"rank {dist.get_rank()} lost the other ranks during {self.progress.phase} {at}: one of them has ended, "
+                f"hangs, or cannot be reached ({reason}). Look for the first error of another rank, then use cohort "
+                "resume RUN."
+            ) from error
+
+    def _run_on_device(self, x: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
+        """Calls a collective that changes a tensor in place, on the device that the ranks speak through."""
+        # nccl cannot read host memory, and gloo sends little of GPU memory.
+        on_device = x.to(self._device).contiguous()
+        call(on_device)
+        return x if on_device is x else x.copy_(on_device)
 
     def sum(self, x: Tensor) -> Tensor:
         """Replaces `x` by its sum over all ranks, in place, and returns it.
 
         Every rank must call it, with a tensor of the same shape and type.
         """
-        # nccl cannot sum tensors in host memory.
-        on_device = x.to(self._device)
-        torch.distributed.all_reduce(on_device)
-        return x if on_device is x else x.copy_(on_device)
+        with self.collective("sum", x.nbytes):
+            return self._run_on_device(x, lambda t: dist.all_reduce(t, group=self._group))
+
+    def sum_scattered(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sum of `x` over all ranks. `x` is flat, and its length a multiple of `size`.
+
+        Parts are of equal length, in rank order.
+        """
+        part = torch.empty(len(x) // self.size, dtype=x.dtype, device=self._device)
+        with self.collective("sum_scattered", x.nbytes):
+            dist.reduce_scatter_tensor(part, x.to(self._device), group=self._group)
+        return part.to(x.device)
+
+    def join(self, part: Tensor) -> Tensor:
+        """Returns the parts of all ranks, flat and of equal length, one after another in rank order."""
+        whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=self._device)
+        with self.collective("join", part.nbytes):
+            dist.all_gather_into_tensor(whole, part.to(self._device).contiguous(), group=self._group)
+        return whole.to(part.device)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Replaces `x` by the first rank's, in place, and returns it."""
+        first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        with self.collective("broadcast", x.nbytes if self.is_first else 0):
+            return self._run_on_device(x, lambda t: dist.broadcast(t, src=first, group=self._group))
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values that all ranks pass, in rank order. Every rank must call it.
 
         A value is anything that `cohort.serialize` takes.
         """
-        own_bytes = torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8).to(self._device)
-        # all_gather needs tensors of one size: the ranks exchange their sizes first, then padded bytes.
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        torch.distributed.all_gather(sizes, torch.tensor([len(own_bytes)], device=self._device))
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        padded[: len(own_bytes)] = own_bytes
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, padded)
-        return [loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return self.exchange([value] * self.size)
+
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks in rank order on the first rank, and [] on the others."""
+        found = self.exchange([value] + [None] * (self.size - 1))
+        return found if self.is_first else []
+
+    def share(self, value: Any) -> Any:
+        """Returns the value that the first rank passes. The others pass anything."""
+        return self.exchange([value if self.is_first else None] * self.size)[0]
+
+    def exchange(self, parts: Sequence[Any]) -> list[Any]:
+        """Sends `parts[i]` to rank i, and returns what all ranks sent to this one, in rank order."""
+        # Equal parts are serialised once.
+        known: dict[int, bytes] = {}
+        sent = [known.setdefault(id(part), dumps(part)) for part in parts]
+        sizes = torch.tensor([len(data) for data in sent], dtype=torch.int64)
+        theirs = torch.empty_like(sizes)
+        with self.collective("exchange", sum(map(len, sent))):
+            dist.all_to_all_single(theirs, sizes, group=self._control)
+            received = torch.empty(int(theirs.sum()), dtype=torch.uint8)
+            outgoing = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
+            dist.all_to_all_single(received, outgoing, theirs.tolist(), sizes.tolist(), group=self._control)
+        cuts = received.split(theirs.tolist())
+        return [loads(data.numpy().tobytes()) for data in cuts]
+
+    def split(self, tensor: int) -> Grid:
+        """Divides the ranks into groups of `tensor` neighbours that hold one model together. See `Grid`.
+
+        Every rank must call it. `tensor` must divide the number of ranks.
+        """
+        if tensor == 1:
+            return Grid(data=self, tensor=ONE_PROCESS)
+        rows = [list(range(first, first + tensor)) for first in range(0, self.size, tensor)]
+        columns = [list(range(column, self.size, tensor)) for column in range(tensor)]
+        worlds = {}
+        for name, lists in (("tensor", rows), ("data", columns)):
+            # Every rank must make every group, in the same order.
+            made = [(ranks, dist.new_group(ranks), dist.new_group(ranks, backend="gloo")) for ranks in lists]
+            own = next((group, control) for ranks, group, control in made if self.rank in ranks)
+            worlds[name] = ProcessGroup(*own, progress=self.progress)
+        return Grid(data=worlds["data"], tensor=worlds["tensor"])

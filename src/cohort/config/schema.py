@@ -232,6 +232,11 @@ class LearnerConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number type of the computation: auto = bfloat16 on a GPU, float32 on a CPU; float64 is for tests. Master weights,
     moments and gradients are fp32 in any case except float64."""
+    shard: Literal["auto", "none", "optimizer", "full"] = "auto"
+    """What several ranks divide among them: none = nothing, optimizer = master weights and moments, full = the weights
+    and gradients too; auto = none, or the first of these that fits into memory."""
+    tensor: Annotated[int, at_least(1), at_most(64)] = 1
+    """Ranks that hold one model together, each a part of every matrix; it must divide the number of ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
