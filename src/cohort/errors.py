@@ -38,6 +38,10 @@ class RankError(CohortError):
     """Another rank has ended, hangs or cannot be reached, so that the ranks cannot go on. The run can be resumed."""
 
 
+class AgreedError(CohortError):
+    """An error that all ranks know of and raise together. The first rank says it."""
+
+
 class ServiceError(CohortError):
     """An outside service that a grader asks, such as a judge, gave no usable reply. The answer has no score then.
 

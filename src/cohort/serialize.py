@@ -416,8 +416,13 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def field_names(cls: type) -> list[str]:
-    """Returns the field names of a dataclass or named tuple, in order of definition. Other classes: TypeError."""
-    return list(cls._fields) if hasattr(cls, "_fields") else [f.name for f in dataclasses.fields(cls)]
+    """Returns the field names of a dataclass or named tuple, in order of definition. Other classes: TypeError.
+
+    Fields whose metadata says `"stored": False` are left out: they get their default value when they are read.
+    """
+    if hasattr(cls, "_fields"):
+        return list(cls._fields)
+    return [f.name for f in dataclasses.fields(cls) if f.metadata.get("stored", True)]
 
 
 def _find_record_name(value: Any) -> str:

@@ -155,6 +155,8 @@ class Group:
     samples: list[Sample]
     excluded: Fate = Fate.TRAINED  # why the whole group is out of the update; TRAINED = it is in the update
     reused: int = 0  # steps since the group was sampled, where replay uses it again; 0 = sampled in this step
+    # Place among the groups of the step on all ranks. It is not stored: files have groups in this order.
+    order: int = field(default=0, compare=False, metadata={"stored": False})
 
     @property
     def is_given(self) -> bool:

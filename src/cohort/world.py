@@ -138,7 +138,7 @@ class ProcessGroup(World):
 
     @contextmanager
     def collective(self, kind: str, num_bytes: int = 0) -> Iterator[None]:
-        """Context around calls of torch.distributed: counts bytes under `kind`, and raises RankError where they fail."""
+        """Context around calls of torch.distributed: counts bytes under `kind`, raises RankError where they fail."""
         self.progress.bytes_by_kind[kind] += num_bytes
         try:
             yield
@@ -149,9 +149,9 @@ class ProcessGroup(World):
             at = f"in step {self.progress.step}" if self.progress.step else "before the first step"
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise RankError(
-                f"rank {dist.get_rank()} lost the other ranks during {self.progress.phase} {at}: one of them has ended, "
-                f"hangs, or cannot be reached ({reason}). Look for the first error of another rank, then use cohort "
-                "resume RUN."
+                f"rank {dist.get_rank()} lost the other ranks during {self.progress.phase} {at}: one of them has "
+                f"ended, hangs, or cannot be reached ({reason}). Look for the first error of another rank, then use "
+                "cohort resume RUN."
             ) from error
 
     def _run_on_device(self, x: Tensor, call: Callable[[Tensor], Any]) -> Tensor:

@@ -13,8 +13,9 @@ from contextlib import suppress
 
 from cohort import __version__
 from cohort.cli.interrupt import INTERRUPTED, exit_from_imports
-from cohort.errors import CohortError, UserCodeError, suggest_name
+from cohort.errors import CohortError, RankError, UserCodeError, suggest_name
 from cohort.logs.printing import flush_output, prepare_output, print_note, print_result
+from cohort.ranks.environment import is_rank, read_place
 from cohort.system import process
 
 COMMANDS = {
@@ -39,7 +40,7 @@ COMMANDS = {
     "bench": ("engine|learner|step", "Measure throughput and compare it with the limit of the hardware."),
 }
 # Commands that must not run in several ranks.
-_ONE_PROCESS = ("train", "resume", "sweep", "eval", "chat", "check", "replay")
+_ONE_PROCESS = ("sweep", "chat", "check", "replay")
 # Errors of the operating system that a user can fix. They are printed as one line; others keep their traceback.
 _REPORTED_OS_ERRORS = (
     errno.ENAMETOOLONG,
@@ -70,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserCodeError as error:
-        return _print_error(error.args[0], error.place)
+        return _report(error, error.args[0], error.place)
     except CohortError as error:
-        return _print_error(str(error))
+        return _report(error, str(error))
     # The reader of a pipe has left, as in `cohort models | head`.
     except BrokenPipeError:
         return 1
@@ -102,7 +103,7 @@ def _dispatch(args: list[str]) -> int:
     command, *rest = args
     if command not in COMMANDS:
         raise _make_unknown_command_error(command)
-    # Ranks do not work together yet: each process would make the same run.
+    # Here ranks do not work together: each process would do all of the work.
     if command in _ONE_PROCESS:
         process.require_one_process()
     # Each command has a module of its name with a function `run`.
@@ -141,6 +142,20 @@ def format_usage() -> str:
             "  cohort train quickstart",
         ]
     )
+
+
+def _report(error: CohortError, message: str, place: Sequence[str] = ()) -> int:
+    """Prints an error as `_print_error` does, and returns the exit code 2. Of several ranks one says it."""
+    if not is_rank():
+        return _print_error(message, place)
+    # Imported here because it imports torch.
+    from cohort.ranks.agree import should_say
+
+    if should_say(error):
+        rank = read_place()[0]
+        is_named = rank == 0 or isinstance(error, RankError)
+        _print_error(message if is_named else f"rank {rank}: {message}", place)
+    return 2
 
 
 def _print_error(message: str, place: Sequence[str] = ()) -> int:

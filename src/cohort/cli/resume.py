@@ -9,11 +9,14 @@ from typing import Annotated
 
 from cohort.cli.arguments import read_arguments
 from cohort.cli.output import Log, choose_log, parse_sink_names
+from cohort.cli.ranks import Ranks, start_ranks
 from cohort.cli.sweep import continue_sweep
 from cohort.config import flags
 from cohort.config.kinds import KINDS
+from cohort.config.resuming import may_change
 from cohort.config.section import MOST, at_least, at_most
 from cohort.errors import ConfigError
+from cohort.ranks.environment import is_following_rank
 from cohort.run.finding import find_run, is_sweep, require_run
 from cohort.sweep.directory import SweepDirectory, find_sweep
 from cohort.sweep.plan import check_recipe
@@ -29,6 +32,8 @@ class Options:
     """How progress is shown; None = live on a terminal, plain elsewhere."""
     sinks: str | None = None
     """Send metrics to these too, separated by commas: wandb, tensorboard, trackio. Not stored with the run."""
+    ranks: Ranks = None
+    """Processes on this machine that train together; 0 = one per GPU. It may differ from the number before."""
     jobs: Annotated[int | None, at_least(1), at_most(256)] = None
     """Of a sweep: runs at once; None = one. Each keeps the number of threads that the sweep began with."""
 
@@ -38,16 +43,24 @@ def run(args: list[str]) -> None:
 
     Raises ConfigError for flags that would change another setting than the number of steps.
     """
-    # A flag that would change a setting of the run gets an error of its own, not just "unknown flag".
+    words, given = flags.split_args(args)
     settings = {field.name for kind in KINDS.values() for field in fields(kind)} - {"steps"}
-    for flag in flags.split_args(args)[1]:
-        if flag.name.partition(".")[0] in settings:
+    changed = [flag for flag in given if flag.name.partition(".")[0] in settings]
+    # A flag that would change a setting of the run gets an error of its own, not just "unknown flag".
+    for flag in changed:
+        if not may_change(flag.name):
             raise ConfigError(
-                f"{flag.spelling} cannot change: a run keeps its settings, only --steps may grow. "
-                "Remove it, or start a new run with it: cohort train RECIPE --flags."
+                f"{flag.spelling} cannot change: a run keeps its settings, only --steps may grow, and --learner.shard, "
+                "--learner.tensor and --scoring.x may change. Remove it, or start a new run with it: cohort train "
+                "RECIPE --flags."
             )
-    about = "Continue a run, or a sweep, exactly where it stopped."
-    (where,), options = read_arguments("resume", ["RUN"], about, Options(), args)
+    changes = [word for flag in changed for word in flag.words]
+    others = [word for flag in given if flag not in changed for word in flag.words]
+    about = (
+        "Continue a run, or a sweep, exactly where it stopped. --learner.shard, --learner.tensor and --scoring.x may "
+        "be given other values than before."
+    )
+    (where,), options = read_arguments("resume", ["RUN"], about, Options(), [*words, *others])
     path = find_sweep(where) or find_run(where, or_sweep=True)
     if is_sweep(path):
         _resume_sweep(path, options)
@@ -60,11 +73,16 @@ def run(args: list[str]) -> None:
             "Correct it, or remove it to keep the run's own number."
         )
     sinks = parse_sink_names(options.sinks)
-    require_run(path)
+    # Of several ranks only the first needs the run directory.
+    if not is_following_rank():
+        require_run(path)
+    if options.ranks is not None and start_ranks(["resume", *args], options.ranks):
+        return
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.jobs import build
 
-    build.resume(path, options.steps, choose_log(options.log or "", sys.stdout.isatty()), *sinks)
+    log = choose_log(options.log or "", sys.stdout.isatty())
+    build.resume(path, options.steps, log, *sinks, changes=changes)
 
 
 def _resume_sweep(path: Path, options: Options) -> None:

@@ -1,4 +1,4 @@
-"""`cohort train RECIPE [--a.b value ...] [--name NAME] [--out DIR] [--log ...] [--sinks NAME,...]`: trains a model."""
+"""`cohort train RECIPE [--a.b value ...] [--ranks N] [--name NAME] [--out DIR] [--log ...]`: trains a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.cli.output import Log, choose_log, parse_sink_names
+from cohort.cli.ranks import start_ranks
 from cohort.config import flags, load
 from cohort.errors import ConfigError
 from cohort.logs.legend import format_legend
@@ -15,7 +16,7 @@ from cohort.recipes import RECIPES
 from cohort.run.finding import require_new_name
 from cohort.user_code import load_plugins
 
-HELP = """usage: cohort train RECIPE [--a.b value ...] [--name NAME] [--out DIR] [--log live|plain|json]
+HELP = """usage: cohort train RECIPE [--a.b value ...] [--ranks N] [--name NAME] [--out DIR] [--log live|plain|json]
                     [--sinks NAME,...]
 
 Train a model. RECIPE is one of these, path/to/file.py:function that returns a config (cohort.RL), or the config.yaml of
@@ -23,6 +24,7 @@ a run, whose settings it takes:
 
 {recipes}
 
+  --ranks N               Train with N processes on this machine (default: 1); 0 = one per GPU.
   --name NAME             The name of the run (default: date, recipe and four random characters). Other commands take
                           it, or a part of it that no other run has.
   --out DIR               The folder in which the run directory is made (default: runs).
@@ -56,6 +58,8 @@ def run(args: list[str]) -> None:
     config = load.load_config(recipe, [*words, *late], given)
     if own.name:
         require_new_name(own.out, own.name)
+    if own.ranks is not None and start_ranks(["train", *args], own.ranks):
+        return
     # Imported here because it takes longer. A wrong name is found before torch is imported.
     from cohort.jobs.models import find_model
 
@@ -86,6 +90,7 @@ class CommandFlags:
     out: Path  # the folder for run directories
     log: str  # kind of progress view
     sinks: tuple[str, ...]
+    ranks: int | None  # processes to start; 0 = one per GPU, None = this one
 
 
 def _split_command_flags(given: list[flags.Flag]) -> tuple[list[flags.Flag], list[str], CommandFlags]:
@@ -99,6 +104,7 @@ def _split_command_flags(given: list[flags.Flag]) -> tuple[list[flags.Flag], lis
         "out": flags.Setting("out", str, "runs"),
         "log": flags.Setting("log", Log, ""),
         "sinks": flags.Setting("sinks", str, None),
+        "ranks": flags.Setting("ranks", int, None),
     }
     # Words behind the one value of a flag are not its own, such as `steps=3`.
     late = [word for flag in given if flag.name in own for word in flag.values[1:]]
@@ -112,5 +118,6 @@ def _split_command_flags(given: list[flags.Flag]) -> tuple[list[flags.Flag], lis
         out=Path(values["out"]),
         log=choose_log(values["log"], sys.stdout.isatty()),
         sinks=parse_sink_names(values["sinks"]),
+        ranks=values["ranks"],
     )
     return others, late, command

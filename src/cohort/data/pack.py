@@ -21,6 +21,7 @@ from cohort.errors import ConfigError
 from cohort.fates import Fate
 from cohort.system.clock import stage
 from cohort.types import Group, Provenance, Sample, SampleId
+from cohort.world import ONE_PROCESS, World
 
 # Prompts are shared where that saves more than this share of the tokens. Shared prompts need a second attention call.
 MIN_SAVED_SHARE = 0.02
@@ -35,8 +36,12 @@ def make_batch(
     loss_on: Provenance = Provenance.SAMPLED,
     *,
     whole_groups: bool = False,
+    world: World = ONE_PROCESS,
 ) -> Batch:
     """Returns the samples of these groups that train, divided into `minibatches` optimizer steps, and their counts.
+
+    `groups` are those of this rank of `world`, each with its place among the groups of all ranks in `order`. The groups
+    of all ranks are divided into minibatches as if one process had them.
 
     The loss may touch tokens of the provenance `loss_on` only; samples without such tokens are empty. Left out are
     failed, masked and empty samples, and all samples of excluded groups. Some of these count in the denominators:
@@ -48,7 +53,7 @@ def make_batch(
     counts: list[Counts] = []
     rows: list[_Row] = []
     prompts: list[Ints] = []
-    for index, chosen in enumerate(_divide_groups(groups, minibatches)):
+    for index, chosen in enumerate(_divide_groups(groups, minibatches, world)):
         num_samples = num_tokens = num_prompts = num_first_tokens = 0
         for n in chosen:
             group = groups[n]
@@ -109,15 +114,27 @@ class _Row(NamedTuple):
     sample: Sample
 
 
-def _divide_groups(groups: Sequence[Group], parts: int) -> list[list[int]]:
+def _divide_groups(groups: Sequence[Group], parts: int, world: World) -> list[list[int]]:
     """Returns one list of indices into `groups` per minibatch; `parts` is the number of minibatches.
 
-    Groups that count in the loss's denominators are divided evenly, to within one. Those that were sampled in an
-    earlier step (`Group.reused`) are spread evenly too. All other groups go to the first minibatch.
+    Groups that count in the loss's denominators are divided evenly, to within one, over all ranks. Those that were
+    sampled in an earlier step (`Group.reused`) are spread evenly too. All other groups go to the first minibatch.
     """
-    counting = [n for n, g in enumerate(groups) if g.excluded.is_counted]
+    if world.size == 1 or parts == 1:
+        return _divide_counted([(g.excluded.is_counted, bool(g.reused)) for g in groups], parts)
+    own = [(g.order, g.excluded.is_counted, bool(g.reused)) for g in groups]
+    everything = sorted(entry for part in world.gather(own) for entry in part)
+    divided = _divide_counted([(is_counted, is_reused) for _, is_counted, is_reused in everything], parts)
+    index_of = {group.order: n for n, group in enumerate(groups)}
+    orders = [[everything[n][0] for n in chosen] for chosen in divided]
+    return [[index_of[order] for order in chosen if order in index_of] for chosen in orders]
+
+
+def _divide_counted(groups: Sequence[tuple[bool, bool]], parts: int) -> list[list[int]]:
+    """Returns the same for groups of which only is known whether they count, and whether they are reused."""
+    counting = [n for n, (is_counted, _) in enumerate(groups) if is_counted]
     # New and reused groups each spread over 0 .. 1 by their order; sorting by that place mixes both evenly.
-    by_origin = [[n for n in counting if bool(groups[n].reused) == reused] for reused in (False, True)]
+    by_origin = [[n for n in counting if groups[n][1] == reused] for reused in (False, True)]
     place = {n: (i + 0.5) / len(row) for row in by_origin for i, n in enumerate(row)}
     order = sorted(counting, key=place.__getitem__)
     cuts = [len(order) * part // parts for part in range(parts + 1)]

@@ -10,11 +10,14 @@ from typing import Any
 
 from cohort.evaluation.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
 from cohort.evaluation.statistics import accuracy_interval, compute_accuracy, compute_all_pass_at_k, mean, mean_interval
+from cohort.ranks.agree import agree_on_errors
 from cohort.rollout.producer import Producer, stop_if_many_failed
+from cohort.scoring.base import Pool
 from cohort.system.clock import stage
 from cohort.tasks.base import Task
 from cohort.tasks.calls import compute_summary
 from cohort.types import Group, Prompt, Row, Sampling
+from cohort.world import ONE_PROCESS, World
 
 Spell = Callable[[Prompt], str]
 """Returns a prompt as the text that the model sees, special tokens included."""
@@ -29,8 +32,11 @@ def evaluate(
     known_items: Mapping[str, EvalItem] | None = None,
     on_item: Callable[[EvalItem], None] = lambda item: None,
     then: str = "evaluate again",
-) -> Evaluation:
+    world: World = ONE_PROCESS,
+) -> Evaluation | None:
     """Samples and scores answers to each prompt, and returns the evaluation: accuracy, interval, and all answers.
+
+    Of several ranks each answers a part of the prompts. The first returns the evaluation, the others None.
 
     Its items are in the order of the prompts. `spell` returns a prompt as text, to be stored. `known_items`, by problem
     id, are taken over and not sampled again. `on_item` is called with each new item as it is complete. A sample that
@@ -38,16 +44,31 @@ def evaluate(
     samples fail; `then` says in its message what to do after the repair of the grader.
     """
     items = dict(known_items or {})
-    missing = [p for p in prompts if p.id not in items]
+    missing = [p for p in prompts if p.id not in items][world.rank :: world.size]
     failed: list[str] = []
     task = producer.stream.task
-    for _, group in producer.start(missing):
-        item = _make_item(group, task.accuracy, spell)
-        items[item.id] = item
-        # Checked after each item, so that a broken grader stops the evaluation early.
-        failed += [a.failure for a in item.answers if a.failure]
+
+    def answer_prompts() -> None:
+        """Answers this rank's prompts, and adds them to `items`."""
+        for _, group in producer.start(missing):
+            item = _make_item(group, task.accuracy, spell)
+            items[item.id] = item
+            # Checked after each item, so that a broken grader stops the evaluation early.
+            failed.extend(a.failure for a in item.answers if a.failure)
+            stop_if_many_failed(failed, len(prompts) * setting.num_samples, then)
+            on_item(item)
+
+    with world.phase("an evaluation"):
+        agree_on_errors(world, answer_prompts)
+        if isinstance(producer.scorer, Pool):
+            producer.scorer.share_outcomes(world)
+        for part in world.gather_on_first([items[p.id] for p in missing]):
+            items |= {item.id: item for item in part}
+    if not world.is_first:
+        return None
+    if world.size > 1:
+        failed = [a.failure for p in prompts for a in items[p.id].answers if a.failure]
         stop_if_many_failed(failed, len(prompts) * setting.num_samples, then)
-        on_item(item)
     # In the order of the prompts, whatever finished first.
     return summarise(setting, [items[p.id] for p in prompts], task, [p.row for p in prompts])
 

@@ -317,6 +317,7 @@ class ModelEvaluator:
                 progress(name, len(known), num)
 
             evaluation = evaluate(producer, prepared.prompts, setting, self._spell_prompt, dict(known), keep_item)
+            assert evaluation is not None
             journal.finish(evaluation)
         return EvaluationResult(evaluation=evaluation, path=path, is_new=True)
 

@@ -23,6 +23,7 @@ from cohort.models.files import LoadedModel, load_folder, save_folder
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.directory import RunDirectory
 from cohort.run.life import Run
+from cohort.run.together import FollowingRun
 from cohort.tasks.base import Task
 
 
@@ -101,7 +102,7 @@ class TrainingJob:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def record_changed_grader(self, run: Run, task: Task | None) -> None:
+    def record_changed_grader(self, run: Run | FollowingRun, task: Task | None) -> None:
         """Records an event if the code that scores the task is not that of the restored checkpoint.
 
         For a checkpoint of an earlier version, which has no digest of the grader, the newest evaluation counts. Nothing

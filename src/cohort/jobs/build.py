@@ -34,6 +34,8 @@ from cohort.models.config import ModelConfig
 from cohort.models.device import available_bytes, choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
+from cohort.ranks.groups import GroupMover
+from cohort.ranks.join import join_ranks, leave_ranks
 from cohort.rollout.producer import Order, Producer
 from cohort.rollout.settings import (
     make_again_rules,
@@ -50,6 +52,7 @@ from cohort.tasks.stream import TaskStream
 from cohort.text import PromptRenderer, Tokenizer
 from cohort.text.framing import read_template
 from cohort.types import Prompt
+from cohort.world import ONE_PROCESS, World
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -82,10 +85,11 @@ def resolve_machine_settings(config: RL) -> RL:
     return replace(config, device="cuda", learner=learner, engine=engine)
 
 
-def build_rl_job(config: RL) -> RLJob:
+def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     """Loads model and task, makes engine, learner and scoring workers, and returns the job that joins them.
 
-    Sets torch's threads. Raises CohortError if the config cannot work, before any file of the run is written.
+    `world` are the ranks that train together. Sets torch's threads. Raises CohortError if the config cannot work,
+    before any file of the run is written.
     """
     require_for_training(get_abilities(config.engine), get_variant_name("engine", config.engine))
     config = resolve_machine_settings(config)
@@ -101,6 +105,7 @@ def build_rl_job(config: RL) -> RLJob:
     # With adapters the base weights are the reference, and no frozen copy is needed.
     has_reference = "ref" in algo.needs() | algo.loss_needs() and adapters is None
     plan = _plan_gpu_memory(config, model, device, has_reference, adapters)
+    grid = world.split(config.learner.tensor)
     learner = LocalLearner(
         model.decoder,
         config.learner,
@@ -110,6 +115,7 @@ def build_rl_job(config: RL) -> RLJob:
         reference=make_frozen_copy(model) if has_reference else None,
         refresh_every=config.algo.kl.refresh,
         adapters=adapters,
+        world=grid.data,
     )
     learner.apply_plan(plan)
     num_compared = config.algo.num_compared
@@ -140,11 +146,12 @@ def build_rl_job(config: RL) -> RLJob:
         learner=learner,
         sync=WeightSync(get_weights=learner.weights, engine=engine),
         scorer=scorer,
-        producer=Producer(engine, scorer, stream, training, order),
-        eval_producer=Producer(engine, scorer, stream, evaluation, order),
+        producer=Producer(engine, scorer, stream, training, order, world),
+        eval_producer=Producer(engine, scorer, stream, evaluation, order, world),
         problems=problems,
         num_problems_left_out=stream.num_skipped,
         algo=algo,
+        mover=GroupMover(world, grid),
         tokenizer=tokenizer,
     )
 
@@ -250,26 +257,44 @@ def train(config: RunConfig, out: Path, log: str, *sinks: str, name: str | None 
     `name` is that of the run directory; None = a new one from date and recipe. Relative paths of model,
     adapters and data are made absolute. If a signal stops the run, saves a checkpoint and raises KeyboardInterrupt.
     """
-    return start_run(settle_inputs(config), build_job, out, log, sinks, name)
+    try:
+        return start_run(settle_inputs(config), build_job, out, log, sinks, name, join_ranks(config.device))
+    finally:
+        leave_ranks()
 
 
-def resume(path: Path, steps: int | None, log: str, *sinks: str) -> Path:
+def resume(path: Path, steps: int | None, log: str, *sinks: str, changes: Sequence[str] = ()) -> Path:
     """Continues the run in `path` from its newest checkpoint, and returns `path`.
 
-    `steps` is the new total number of steps, not less than before; None keeps the run's number. `log`, `sinks` and
-    signals: see `train`.
+    `steps` is the new total number of steps, not less than before; None keeps the run's number. `changes` are other
+    settings with new values, as words of a command line. `log`, `sinks` and signals: see `train`.
     """
-    return resume_run(path, build_job, steps, log, sinks)
+    try:
+        # The device is not known before the run is read, and only the first rank can read it.
+        return resume_run(path, build_job, steps, changes, log, sinks, join_ranks("auto"))
+    finally:
+        leave_ranks()
 
 
-def build_job(config: RunConfig) -> RunnableJob:
-    """Returns the job of a config, by its class."""
+def build_job(config: RunConfig, world: World = ONE_PROCESS) -> RunnableJob:
+    """Returns the job of a config, by its class, for one of the ranks of `world`."""
+    check_ranks(config, world)
     if isinstance(config, SFT):
-        return build_sft_job(config)
+        return build_sft_job(config, world)
     if isinstance(config, DPO):
-        return build_dpo_job(config)
+        return build_dpo_job(config, world)
     assert isinstance(config, RL), f"nothing is built for the kind {config.kind}"
-    return build_rl_job(config)
+    return build_rl_job(config, world)
+
+
+def check_ranks(config: RunConfig, world: World) -> None:
+    """Raises ConfigError if the settings cannot work on this number of ranks."""
+    tensor = config.learner.tensor
+    if world.size % tensor:
+        raise ConfigError(
+            f"learner.tensor is {tensor}, which does not divide the number of ranks, {world.size}: set --ranks to a "
+            f"multiple of {tensor}, or another --learner.tensor."
+        )
 
 
 def _digest_inputs(config: RL, folder: Path, stream: TaskStream, problems: Sequence[Prompt]) -> InputDigests:

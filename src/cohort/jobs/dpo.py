@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cohort.algos.preferences import PreferenceLoss, rank_pairs
@@ -14,17 +14,20 @@ from cohort.evaluation.statistics import accuracy_interval, compute_accuracy
 from cohort.examples.encode import EncodedExamples
 from cohort.examples.stream import ExampleStream
 from cohort.jobs.base import TrainingJob
-from cohort.jobs.reference import Notice, digest_reference, provide_reference
+from cohort.jobs.reference import Notice, compute_reference, digest_reference, provide_reference
 from cohort.jobs.task_eval import TaskEvaluator, notice_if_fewer_problems
 from cohort.loops import dpo
 from cohort.loops.learning import annotate
+from cohort.ranks.groups import GroupMover
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import Curve, RunDescription
+from cohort.run.together import FollowingRun
 from cohort.text import Tokenizer
 from cohort.text.framing import describe_template
 from cohort.types import Group, Provenance
+from cohort.world import ONE_PROCESS
 
 
 @dataclass(kw_only=True)
@@ -38,9 +41,10 @@ class DPOJob(TrainingJob):
     loss: PreferenceLoss
     tokenizer: Tokenizer
     evaluator: TaskEvaluator | None = None  # of the config's task
+    mover: GroupMover = field(default_factory=lambda: GroupMover(ONE_PROCESS))
 
     @property
-    def evaluate(self) -> Callable[[int], Evaluation] | None:
+    def evaluate(self) -> Callable[[int], Evaluation | None] | None:
         """A function that measures the accuracy of the run's task or, without one, of the held-out pairs.
 
         None if there are neither.
@@ -57,18 +61,28 @@ class DPOJob(TrainingJob):
     def _measure_pairs(self) -> dict[str, float]:
         """Returns accuracy, loss and margin of the held-out pairs, as metrics."""
         found = self._measure(0)
+        if found is None:
+            return {}
         return {"eval/pairs": found.value} | {f"eval/{name}": value for name, value in found.summary.items()}
 
-    def _measure(self, step: int) -> Evaluation:
+    def _measure(self, step: int) -> Evaluation | None:
         """Returns how often the implicit reward of the better answer is higher, on the held-out pairs.
 
-        The accuracy counts ties half. `step` is the number of completed steps.
+        The accuracy counts ties half. `step` is the number of completed steps. Of several ranks each ranks a part of
+        the pairs; the first returns the evaluation, the others None.
         """
-        annotate(self.learner, self.held_out, self.loss.needs(self.held_out), Provenance.TARGET)
-        found = self.learner.annotate(self.held_out, {"old"}, Provenance.TARGET).old
+        own = self.mover.select(self.held_out)
+        annotate(self.learner, own, self.loss.needs(own), Provenance.TARGET)
+        found = self.learner.annotate(own, {"old"}, Provenance.TARGET).old
         assert found is not None
-        scores = rank_pairs(self.loss.config, self.held_out, found.by_id())
-        metrics = self.learner.measure(dpo.make_pair_batch(self.held_out), self.loss)
+        own_scores = rank_pairs(self.loss.config, own, found.by_id())
+        metrics = self.learner.measure(dpo.make_pair_batch(own), self.loss)
+        places = range(len(own)) if self.mover.world.size == 1 else [group.order for group in own]
+        parts = self.mover.world.gather_on_first([list(pair) for pair in zip(places, own_scores, strict=True)])
+        if not parts:
+            return None
+        by_place = {place: score for part in parts for place, score in part}
+        scores = [by_place[place] for place in range(len(self.held_out))]
         items = [self._make_item(group, score) for group, score in zip(self.held_out, scores, strict=True)]
         correct = [[score] for score in scores]
         low, high = accuracy_interval(correct)
@@ -129,11 +143,15 @@ class DPOJob(TrainingJob):
         """
         if self.config.reference != "stored":
             return []
+        if self.mover.world.size > 1:
+            # Every rank computes them for all pairs: no rank but the first has the run's file.
+            compute_reference(self.learner, [self.encoded.groups, self.held_out])
+            return []
         parts = [self.encoded.groups, self.held_out]
         digests = digest_reference(self.config, self.inputs, self.learner, [*self.encoded.groups, *self.held_out])
         return provide_reference(run, self.learner, parts, digests)
 
-    def run_loop(self, run: Run) -> None:
+    def run_loop(self, run: Run | FollowingRun) -> None:
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
         for line in self.encoded.describe():
             run.show_notice("rows", line)
@@ -142,8 +160,10 @@ class DPOJob(TrainingJob):
             run.show_notice("evaluation", notice)
         self.record_changed_grader(run, self.config.task)
         if self.evaluator is not None:
-            self.evaluator.scorer.keep_outcomes(run.directory.outcomes)
-        dpo.train(run, self.learner, self.loss, self.stream.list_groups, self.config.learner.minibatches)
+            outcomes = None if run.directory is None else run.directory.outcomes
+            self.evaluator.scorer.keep_outcomes(outcomes, self.mover.world)
+        minibatches = self.config.learner.minibatches
+        dpo.train(run, self.learner, self.loss, self.stream.list_groups, minibatches, self.mover)
 
     def make_checkpoint(self, step: int) -> Checkpoint:
         """Returns the learner's state after `step` completed steps, but no weights."""

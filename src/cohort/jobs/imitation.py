@@ -33,6 +33,7 @@ from cohort.models.config import ModelConfig
 from cohort.models.device import available_bytes, choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
+from cohort.ranks.groups import GroupMover
 from cohort.tasks.base import load_rows
 from cohort.tasks.places import locate_rows
 from cohort.tasks.ref import compute_grader_digest
@@ -40,6 +41,7 @@ from cohort.tasks.splits import cut_validation
 from cohort.text import Tokenizer
 from cohort.text.framing import read_template
 from cohort.types import Group
+from cohort.world import ONE_PROCESS, World
 
 C = TypeVar("C", SFT, DPO)
 K = TypeVar("K", bound=KeyedRow)
@@ -66,30 +68,36 @@ def _begin(config: C) -> tuple[C, _RunModel]:
     return config, _RunModel(folder=folder, model=model, tokenizer=tokenizer, device=device)
 
 
-def build_sft_job(config: SFT) -> SFTJob:
+def build_sft_job(config: SFT, world: World = ONE_PROCESS) -> SFTJob:
     """Loads the model, the examples and the task, and returns the job of supervised fine-tuning.
 
-    Sets torch's threads. Writes no run files. Raises TaskError, with file and line, for rows that cannot be trained on.
+    `world` are the ranks that train together. Sets torch's threads. Writes no run files. Raises TaskError, with file
+    and line, for rows that cannot be trained on.
     """
     config, start = _begin(config)
+    grid = world.split(config.learner.tensor)
     problems = read_problems(config, start.model, start.tokenizer)
     if isinstance(config.data, Traces):
         job = SFTJob(
             config=config,
             model=start.model,
             inputs=_digest_problems(digest_files(config, start.folder), config, problems),
-            learner=_make_learner(config, start, make_adapters(config, start.model.decoder)),
+            learner=_make_learner(config, start, make_adapters(config, start.model.decoder), grid.data),
             groups=make_trace_source(config, start.tokenizer),
         )
     else:
-        job = _build_example_job(config, start, problems)
+        job = _build_example_job(config, start, problems, grid.data)
+    job.mover = GroupMover(world, grid)
     if problems is not None:
-        job.evaluator = make_evaluator(job.config, problems, start.model, job.learner, start.tokenizer)
+        job.evaluator = make_evaluator(job.config, problems, start.model, job.learner, start.tokenizer, world)
     return job
 
 
-def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | None) -> SFTJob:
-    """Returns the job of supervised fine-tuning on known examples: rows of a file, or the right answers of a task."""
+def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | None, world: World) -> SFTJob:
+    """Returns the job of supervised fine-tuning on known examples: rows of a file, or the right answers of a task.
+
+    `world` are the ranks that have other examples than this one.
+    """
     data = config.data
     assert isinstance(data, Conversations | TaskAnswers)
     framing = ExampleRenderer(tokenizer=start.tokenizer, template=config.template, system=config.system)
@@ -104,7 +112,7 @@ def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | N
         lambda rows, into: encode_conversations(rows, framing, config.loss, limit, data.too_long, into),
     )
     config = _settle_steps(config, encoded, config.batch.examples)
-    learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.examples, problems)
+    learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.examples, problems, world)
     stream = ExampleStream(groups=encoded.groups, size=config.batch.examples, seed=config.seed)
     digests = _digest_examples(digest_files(config, start.folder), encoded.groups, held)
     return SFTJob(
@@ -118,12 +126,14 @@ def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | N
     )
 
 
-def build_dpo_job(config: DPO) -> DPOJob:
+def build_dpo_job(config: DPO, world: World = ONE_PROCESS) -> DPOJob:
     """Loads the model, the pairs and the task, and returns the job of preference optimisation.
 
-    Sets torch's threads. Writes no run files. Raises TaskError, with file and line, for rows that cannot be trained on.
+    `world` are the ranks that train together. Sets torch's threads. Writes no run files. Raises TaskError, with file
+    and line, for rows that cannot be trained on.
     """
     config, start = _begin(config)
+    grid = world.split(config.learner.tensor)
     problems = read_problems(config, start.model, start.tokenizer)
     framing = ExampleRenderer(tokenizer=start.tokenizer, template=config.template, system=config.system)
     data = config.data
@@ -142,7 +152,7 @@ def build_dpo_job(config: DPO) -> DPOJob:
     # With adapters the reference is the model without them, and no frozen copy is needed.
     has_copy = config.loss.has_reference and config.reference == "copy" and not config.learner.lora.is_on
     groups = [*encoded.groups, *held]
-    learner = _make_planned_learner(config, start, groups, config.batch.pairs, problems, has_copy)
+    learner = _make_planned_learner(config, start, groups, config.batch.pairs, problems, grid.data, has_copy)
     digests = _digest_examples(digest_files(config, start.folder), encoded.groups, held)
     job = DPOJob(
         config=config,
@@ -154,9 +164,10 @@ def build_dpo_job(config: DPO) -> DPOJob:
         held_out=held,
         loss=PreferenceLoss(config.loss),
         tokenizer=start.tokenizer,
+        mover=GroupMover(world, grid),
     )
     if problems is not None:
-        job.evaluator = make_evaluator(config, problems, start.model, learner, start.tokenizer)
+        job.evaluator = make_evaluator(config, problems, start.model, learner, start.tokenizer, world)
     return job
 
 
@@ -292,9 +303,12 @@ def _settle_steps(config: C, encoded: EncodedExamples, size: int) -> C:
 
 
 def _make_learner(
-    config: SFT | DPO, start: _RunModel, adapters: Adapters | None, has_reference: bool = False
+    config: SFT | DPO, start: _RunModel, adapters: Adapters | None, world: World, has_reference: bool = False
 ) -> LocalLearner:
-    """Returns the learner of a run, with a frozen copy of the model if it needs one as a reference."""
+    """Returns the learner of a run, with a frozen copy of the model if it needs one as a reference.
+
+    `world` are the ranks that have other examples than this one.
+    """
     return LocalLearner(
         start.model.decoder,
         config.learner,
@@ -302,6 +316,7 @@ def _make_learner(
         num_updates=config.steps * config.learner.updates_per_batch,
         reference=make_frozen_copy(start.model) if has_reference else None,
         adapters=adapters,
+        world=world,
     )
 
 
@@ -311,16 +326,19 @@ def _make_planned_learner(
     groups: Sequence[Group],
     size: int,
     problems: TaskProblems | None,
+    world: World,
     has_reference: bool = False,
 ) -> LocalLearner:
     """Returns the learner of a run with known examples, of which a step has `size`: its token budget fits them.
+
+    `world` are the ranks that have other examples than this one.
 
     On a GPU the memory is planned, that of answers to `problems` too. An automatic budget is at least as large as the
     longest group, in which every sample has a prompt of its own.
     """
     adapters = make_adapters(config, start.model.decoder)
     longest = max(map(_count_tokens, groups))
-    learner = _make_learner(config, start, adapters, has_reference)
+    learner = _make_learner(config, start, adapters, world, has_reference)
     budget = config.learner.token_budget
     # The shapes of models outside the native family are not known.
     if start.device.type == "cuda" and isinstance(start.model.config, ModelConfig):

@@ -20,6 +20,7 @@ from cohort.models.files import LoadedModel, digest_model, load_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import digest_adapters, load_adapters
 from cohort.models.spinning import throttle_thread_spinning
+from cohort.ranks.environment import count_local_ranks
 from cohort.system.kernel import count_cores
 from cohort.text.framing import digest_template
 
@@ -27,12 +28,12 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def configure_torch(threads: int, device: torch.device) -> None:
-    """Sets torch's number of threads (0 = all cores that this process may use).
+    """Sets torch's number of threads (0 = all cores that this process may use, divided among the ranks on them).
 
     On a CPU, makes torch raise for nondeterministic operations. On a GPU deterministic algorithms would cost time, so
     equal runs may differ in the last bits there.
     """
-    torch.set_num_threads(threads or count_cores())
+    torch.set_num_threads(threads or max(1, count_cores() // count_local_ranks()))
     throttle_thread_spinning()
     # Equivalent to use_deterministic_algorithms(True), which would also import the compiler: a second at every start.
     torch.set_deterministic_debug_mode("error" if device.type == "cpu" else "default")

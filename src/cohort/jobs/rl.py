@@ -22,11 +22,13 @@ from cohort.jobs.task_eval import (
 from cohort.loops.reuse import RolloutReuse
 from cohort.loops.rl import train
 from cohort.models.catalog import notice_if_not_taught
+from cohort.ranks.groups import GroupMover
 from cohort.rollout.producer import Producer
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import RunDescription
+from cohort.run.together import FollowingRun
 from cohort.scoring.base import Pool
 from cohort.tasks.base import list_own_tasks
 from cohort.tasks.mix import list_specs
@@ -60,16 +62,18 @@ class RLJob(TrainingJob):
     problems: list[Prompt]  # held out: never trained on
     num_problems_left_out: int = 0  # whose prompts are too long
     algo: Algorithm
-
+    mover: GroupMover
     tokenizer: Tokenizer
 
     @property
-    def evaluate(self) -> Callable[[int], Evaluation] | None:
+    def evaluate(self) -> Callable[[int], Evaluation | None] | None:
         """A function that evaluates the current weights; None if the task has no held-out rows."""
         return self._evaluate if self.problems else None
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, step: int) -> Evaluation | None:
         """Samples and scores answers to the held-out problems with the current weights, and returns the evaluation.
+
+        Ranks but the first return None.
 
         `step` is the number of completed steps. Raises TrainingStopped if many samples cannot be scored.
         """
@@ -174,13 +178,13 @@ class RLJob(TrainingJob):
         # Without held-out rows there is nothing to evaluate.
         return commands if self.problems else commands[1:]
 
-    def run_loop(self, run: Run) -> None:
+    def run_loop(self, run: Run | FollowingRun) -> None:
         """Trains for every remaining step of `run`. First tells the user about what may surprise.
 
         That is truncated sampling and a grader that has changed, which are also recorded as events, rows that are left
         out or too few, importance ratios that are all 1, and a task that the bundled model was not taught.
         """
-        self.scorer.keep_outcomes(run.directory.outcomes)
+        self.scorer.keep_outcomes(None if run.directory is None else run.directory.outcomes, self.mover.world)
         # Only at the start: a resumed run has the event in its database.
         if self.producer.settings.sampling.truncates and run.step == 0:
             run.record_event(
@@ -198,8 +202,9 @@ class RLJob(TrainingJob):
         for kind, notice in notices.items():
             if notice and run.step < self.config.steps:
                 run.show_notice(kind, notice)
-        replay = RolloutReuse(self.config.replay, self.config.seed, run.directory.rollouts)
-        train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay)
+        rollouts = None if run.directory is None else run.directory.rollouts
+        replay = RolloutReuse(self.config.replay, self.config.seed, rollouts)
+        train(run, self.config, self.producer, self.learner, self.sync, self.algo, replay, self.mover)
 
     def _notice_if_not_taught(self) -> str:
         """Returns a notice about the first task, of several in a mixture, that the bundled model was not taught."""

@@ -17,14 +17,17 @@ from cohort.examples.encode import EncodedExamples
 from cohort.jobs.base import TrainingJob
 from cohort.jobs.task_eval import TaskEvaluator, describe_no_rows, notice_if_fewer_problems, suggest_evaluation
 from cohort.loops import sft
+from cohort.ranks.groups import GroupMover
 from cohort.run.checkpoint import Checkpoint
 from cohort.run.life import Run
 from cohort.run.machine import program_name
 from cohort.run.store.records import Curve, RunDescription
+from cohort.run.together import FollowingRun
 from cohort.system.clock import stage
 from cohort.tasks.traces import mixture
 from cohort.text import Tokenizer
 from cohort.types import Group, Provenance
+from cohort.world import ONE_PROCESS
 
 
 def make_trace_source(config: SFT, tokenizer: Tokenizer) -> Callable[[int], list[Group]]:
@@ -56,9 +59,10 @@ class SFTJob(TrainingJob):
     held_out: list[Group] = field(default_factory=list)
 
     evaluator: TaskEvaluator | None = None  # of the config's task
+    mover: GroupMover = field(default_factory=lambda: GroupMover(ONE_PROCESS))
 
     @property
-    def evaluate(self) -> Callable[[int], Evaluation] | None:
+    def evaluate(self) -> Callable[[int], Evaluation | None] | None:
         """A function that measures the accuracy of the run's task; None if it has none."""
         return None if self.evaluator is None else self.evaluator.evaluate
 
@@ -69,11 +73,12 @@ class SFTJob(TrainingJob):
 
     def _measure(self) -> dict[str, float]:
         """Returns loss and perplexity of the held-out examples, as metrics."""
-        found = self.learner.measure(make_batch(self.held_out, loss_on=Provenance.TARGET), Imitation())
+        own = self.mover.select(self.held_out)
+        found = self.learner.measure(make_batch(own, loss_on=Provenance.TARGET), Imitation())
         found = sft.add_perplexity(found)
         return {f"eval/{name}": found[name] for name in ("loss", "perplexity")}
 
-    def run_loop(self, run: Run) -> None:
+    def run_loop(self, run: Run | FollowingRun) -> None:
         """Trains for every remaining step of `run`. First tells the user about rows that are left out."""
         for line in self.encoded.describe():
             run.show_notice("rows", line)
@@ -81,8 +86,9 @@ class SFTJob(TrainingJob):
             run.show_notice("evaluation", notice)
         self.record_changed_grader(run, self.config.task)
         if self.evaluator is not None:
-            self.evaluator.scorer.keep_outcomes(run.directory.outcomes)
-        sft.train(run, self.learner, self.make_batch, self.groups)
+            outcomes = None if run.directory is None else run.directory.outcomes
+            self.evaluator.scorer.keep_outcomes(outcomes, self.mover.world)
+        sft.train(run, self.learner, self.make_batch, self._list_own_groups, self.mover.collect_on_first)
 
     def notice_if_fewer_problems(self) -> str:
         """Returns a notice if the run's task has fewer held-out rows than eval.problems asks for, or none; else ""."""
@@ -92,8 +98,13 @@ class SFTJob(TrainingJob):
 
     @stage("examples")
     def make_batch(self, step: int) -> Batch:
-        """Returns the batch of examples that a step, counted from 0, trains on."""
-        return make_batch(self.groups(step), self.config.learner.minibatches, Provenance.TARGET)
+        """Returns the batch of examples that a step, counted from 0, trains on; of several ranks, this rank's part."""
+        minibatches = self.config.learner.minibatches
+        return make_batch(self._list_own_groups(step), minibatches, Provenance.TARGET, world=self.learner.world)
+
+    def _list_own_groups(self, step: int) -> list[Group]:
+        """Returns the examples of a step that this rank trains on."""
+        return self.mover.select(self.groups(step), self.config.learner.minibatches)
 
     def make_checkpoint(self, step: int) -> Checkpoint:
         """Returns the learner's state after `step` completed steps, but no weights."""

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from cohort.config.document import load_variant
+from cohort.config.document import dump_config, load_variant, parse_config
+from cohort.config.resuming import change_settings
 from cohort.config.rules import check_values, find_broken_bound
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
@@ -16,9 +17,12 @@ from cohort.logs.escape import join_command
 from cohort.logs.forward import forward_logs
 from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import View, make_view
+from cohort.ranks.agree import agree_on_errors
 from cohort.run.directory import RunDirectory
 from cohort.run.job import Job
 from cohort.run.life import Run
+from cohort.run.together import FollowingRun
+from cohort.world import ONE_PROCESS, World
 
 
 class RunnableJob(Job, Protocol):
@@ -28,63 +32,101 @@ class RunnableJob(Job, Protocol):
     def config(self) -> RunConfig:
         """The config of the run, in which every setting that depends on the machine is decided."""
 
-    def run_loop(self, run: Run) -> None:
+    def run_loop(self, run: Run | FollowingRun) -> None:
         """Trains for every remaining step of `run`."""
 
     def close(self) -> None:
         """Ends the processes and connections that the job has opened."""
 
 
-JobBuilder = Callable[[RunConfig], RunnableJob]
-"""Loads the model and the data that a config names, and returns the job."""
+JobBuilder = Callable[[RunConfig, World], RunnableJob]
+"""Loads the model and the data that a config names, and returns the job of one of the ranks of a world."""
 
 
 def start_run(
-    config: RunConfig, build_job: JobBuilder, out: Path, log: str, sinks: Sequence[str], name: str | None = None
+    config: RunConfig,
+    build_job: JobBuilder,
+    out: Path,
+    log: str,
+    sinks: Sequence[str],
+    name: str | None = None,
+    world: World = ONE_PROCESS,
 ) -> Path:
     """Trains a config in a new run directory below `out`, to the last step. Returns the path of the directory.
 
     `build_job` makes the job from the config. `log` names the terminal output (see `make_view`), `sinks` the programs
-    that also get the metrics. `name` is that of the directory; None = a new one is made. If a
-    signal stops the run, saves a checkpoint and raises KeyboardInterrupt. The job is closed in any case.
+    that also get the metrics. `name` is that of the directory; None = a new one is made. Of several ranks in `world`
+    the first has the directory, and its config counts. If a signal stops the run, saves a checkpoint and raises
+    KeyboardInterrupt. The job is closed in any case.
     """
+    config = _share_config(config, world)
     # A sink that cannot work is refused before the model is loaded.
-    views = make_sinks(sinks)
-    job = build_job(config)
+    views, job = agree_on_errors(world, lambda: (make_sinks(sinks if world.is_first else ()), build_job(config, world)))
     try:
-        # Called from Python, there is no command that could be repeated.
-        is_command = sys.argv[1:2] == ["train"]
-        typed = (
-            join_command(["cohort", *sys.argv[1:]]) if is_command else "# started from Python: the settings are below"
-        )
-        directory = RunDirectory.create(out, job.config, name, command=typed)
-        _run_job(job, directory, log, views)
+        directory = agree_on_errors(world, lambda: _create_directory(out, job, name) if world.is_first else None)
+        _run_job(job, directory, log, views, world)
     finally:
         job.close()
-    return directory.path
+    return out if directory is None else directory.path
 
 
-def resume_run(path: Path, build_job: JobBuilder, steps: int | None, log: str, sinks: Sequence[str]) -> Path:
+def _create_directory(out: Path, job: RunnableJob, name: str | None) -> RunDirectory:
+    """Returns a new run directory below `out`, with the config of the job and the command that the user typed."""
+    # Called from Python, there is no command that could be repeated.
+    is_command = sys.argv[1:2] == ["train"]
+    typed = join_command(["cohort", *sys.argv[1:]]) if is_command else "# started from Python: the settings are below"
+    return RunDirectory.create(out, job.config, name, command=typed)
+
+
+def _share_config(config: RunConfig | None, world: World) -> RunConfig:
+    """Returns the config of the first rank. On other machines a default, such as the date, may differ."""
+    if world.is_first:
+        assert config is not None
+        world.share(dump_config(config))
+        return config
+    return parse_config(world.share(""), "the config of the first rank", find=load_variant)
+
+
+def resume_run(
+    path: Path,
+    build_job: JobBuilder,
+    steps: int | None,
+    changes: Sequence[str],
+    log: str,
+    sinks: Sequence[str],
+    world: World = ONE_PROCESS,
+) -> Path:
     """Continues the run in `path` from its newest checkpoint, and returns `path`.
 
-    `steps` is the new total number of steps; None keeps the run's number. The other parameters and signals are as in
-    `start_run`. Raises RunError if another process writes the run, or `steps` is less than before, and ConfigError if
-    config.yaml has values that no run may have.
+    `steps` is the new total number of steps; None keeps the run's number. `changes` are other settings with new
+    values, as words of a command line. The other parameters and signals are as in `start_run`. Only the first rank
+    reads `path`. Raises RunError if another process writes the run, or `steps` is less than before, and ConfigError if config.yaml
+    has values that no run may have.
     """
-    views = make_sinks(sinks)
+    opened = agree_on_errors(world, lambda: _open_locked(path, steps, changes) if world.is_first else None)
+    directory, config = opened if opened is not None else (None, None)
+    settings = _share_config(config, world)
+    views, job = agree_on_errors(
+        world, lambda: (make_sinks(sinks if world.is_first else ()), build_job(settings, world))
+    )
+    try:
+        _run_job(job, directory, log, views, world)
+    finally:
+        job.close()
+    return path
+
+
+def _open_locked(path: Path, steps: int | None, changes: Sequence[str]) -> tuple[RunDirectory, RunConfig]:
+    """Opens and locks a run. Returns its directory, and its config with what changes."""
     # A run that is resumed was started here, or its user decided to trust it: its own code is run.
     directory = RunDirectory.open(path, load_variant)
     # Refuses a second writer before anything is loaded.
     directory.lock()
     config = directory.config if steps is None else replace(directory.config, steps=steps)
+    config = change_settings(config, changes)
     directory.require_same_settings(config)
     _require_valid_values(directory, config)
-    job = build_job(config)
-    try:
-        _run_job(job, directory, log, views)
-    finally:
-        job.close()
-    return directory.path
+    return directory, config
 
 
 def _require_valid_values(directory: RunDirectory, config: RunConfig) -> None:
@@ -107,14 +149,26 @@ def _require_valid_values(directory: RunDirectory, config: RunConfig) -> None:
         ) from error
 
 
-def _run_job(job: RunnableJob, directory: RunDirectory, log: str, sinks: Mapping[str, View]) -> None:
+def _run_job(
+    job: RunnableJob, directory: RunDirectory | None, log: str, sinks: Mapping[str, View], world: World
+) -> None:
     """Trains for the remaining steps and finishes the run. Raises KeyboardInterrupt if it is not complete then.
 
-    That is so after a signal. `log` names the terminal output; `sinks` are by name.
+    That is so after a signal. `log` names the terminal output; `sinks` are by name. `directory` is None on every rank
+    but the first, which then does what the first one says.
     """
-    with Run(directory, job.config, job, make_view(log), sinks) as run, forward_logs(run.record_event, run.show_notice):
-        job.run_loop(run)
-        summary = run.finish()
+    if directory is None:
+        with FollowingRun(job, world) as following:
+            job.run_loop(following)
+        is_complete = following.is_complete
+    else:
+        view = make_view(log)
+        with (
+            Run(directory, job.config, job, view, sinks, world=world) as run,
+            forward_logs(run.record_event, run.show_notice),
+        ):
+            job.run_loop(run)
+            is_complete = run.finish().complete
     # Everything is saved, but the caller must not continue as if the run were complete.
-    if not summary.complete:
+    if not is_complete:
         raise KeyboardInterrupt

@@ -36,6 +36,7 @@ from cohort.tasks.stream import TaskStream
 from cohort.text import PromptRenderer, Tokenizer
 from cohort.text.framing import describe_template
 from cohort.types import Prompt, Sampling
+from cohort.world import ONE_PROCESS, World
 
 # Answers that are decoded at the same time.
 SLOTS = NativeEngine().slots
@@ -114,8 +115,8 @@ class TaskEvaluator:
     grader: str  # digest of the code that scores, as it was at the start
     tokenizer: Tokenizer
 
-    def evaluate(self, step: int) -> Evaluation:
-        """Returns the evaluation of the current weights, after `step` completed steps.
+    def evaluate(self, step: int) -> Evaluation | None:
+        """Returns the evaluation of the current weights, after `step` completed steps; None on ranks but the first.
 
         Raises TrainingStopped if many samples cannot be scored.
         """
@@ -137,7 +138,12 @@ class TaskEvaluator:
 
 
 def make_evaluator(
-    config: SFT | DPO, problems: TaskProblems, model: LoadedModel, learner: LocalLearner, tokenizer: Tokenizer
+    config: SFT | DPO,
+    problems: TaskProblems,
+    model: LoadedModel,
+    learner: LocalLearner,
+    tokenizer: Tokenizer,
+    world: World = ONE_PROCESS,
 ) -> TaskEvaluator:
     """Returns what answers the problems with the weights of `learner`, which the engine shares, and grades them."""
     subject = EngineModel(
@@ -165,7 +171,7 @@ def make_evaluator(
     return TaskEvaluator(
         config=config,
         problems=problems,
-        producer=Producer(engine, scorer, problems.stream, settings, "rounds"),
+        producer=Producer(engine, scorer, problems.stream, settings, "rounds", world),
         sync=WeightSync(get_weights=learner.weights, engine=engine),
         scorer=scorer,
         grader=compute_grader_digest(config.task),
@@ -181,8 +187,10 @@ def evaluate_problems(
     grader: str,
     tokenizer: Tokenizer,
     step: int,
-) -> Evaluation:
+) -> Evaluation | None:
     """Samples and scores answers to problems of the run's task with the engine of `producer`; returns the evaluation.
+
+    The ranks of the producer divide the problems among them. The first returns the evaluation, the others None.
 
     `num_left_out` problems have prompts that are too long, `grader` is the digest of the code that scores, and `step`
     the number of completed steps. Raises TrainingStopped if many samples cannot be scored.
@@ -211,7 +219,14 @@ def evaluate_problems(
         turns=_describe_turns(producer),
         reward=list_coefficients(c.task, producer.settings.coefficients),
     )
-    return run_evaluation(producer, problems, setting, lambda p: tokenizer.spell(p.tokens), then="resume the run")
+    return run_evaluation(
+        producer,
+        problems,
+        setting,
+        lambda p: tokenizer.spell(p.tokens),
+        then="resume the run",
+        world=producer.world,
+    )
 
 
 def _describe_turns(producer: Producer) -> str:

@@ -18,9 +18,12 @@ from cohort.types import Group, Sample
 
 
 class RolloutReuse:
-    """Draws groups from the rollout files of the last `config.steps` steps. `folder` holds these files."""
+    """Draws groups from the rollout files of the last `config.steps` steps.
 
-    def __init__(self, config: ReplayConfig, seed: int, folder: Path) -> None:
+    `folder` holds these files; None = another rank has them, and this one draws nothing.
+    """
+
+    def __init__(self, config: ReplayConfig, seed: int, folder: Path | None) -> None:
         self.config = config
         self._seed = seed
         self._folder = folder
@@ -34,7 +37,7 @@ class RolloutReuse:
         weights at most `config.steps` steps old. They are copies without advantages, masks and the learner's
         log-probabilities, with their age in `reused`. Raises RunError if a rollout file is missing or damaged.
         """
-        if not self.config.prompts:
+        if not self.config.prompts or self._folder is None:
             return []
         recent = range(max(0, step - self.config.steps), step)
         # Reads the steps that are new in this range, and forgets those that have left it.
@@ -52,6 +55,7 @@ class RolloutReuse:
 
         Groups that were reused, excluded, or whose advantages are all 0, are left out.
         """
+        assert self._folder is not None
         # Files count completed steps, so step 0 wrote file 1.
         number = step + 1
         advice = (

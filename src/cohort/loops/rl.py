@@ -8,7 +8,7 @@ on these groups, and hands the new weights to the sampler. So the importance rat
 its batch is used more than once (learner.epochs or learner.minibatches > 1). Only `replay` adds groups that older
 weights sampled.
 
-What it is not: it does not overlap sampling with training, and it knows no ranks, timers, files or concrete engines.
+What it is not: it does not overlap sampling with training, and it knows no timers, files or concrete engines.
 `run` logs, evaluates and saves, `producer` samples and scores, `learner` computes gradients, and `cohort.jobs.build`
 chooses all of them.
 """
@@ -24,6 +24,7 @@ from cohort.learner.base import Learner
 from cohort.loops.learning import annotate, store_update
 from cohort.loops.reuse import RolloutReuse
 from cohort.loops.stats import StepStats, compute_step_stats
+from cohort.ranks.groups import GroupMover
 from cohort.rollout.producer import Producer
 from cohort.run.job import TrainingRun, make_step_record
 from cohort.types import Group
@@ -37,24 +38,27 @@ def train(
     sync: WeightSync,
     algo: Algorithm,
     reuse: RolloutReuse,
+    mover: GroupMover,
 ) -> None:
     """Trains for every remaining step of `run`: samples, scores, updates the weights, and sends them to the engine.
 
     `producer` samples and scores, `learner` updates, `sync` sends the weights, `algo` accepts groups and computes
-    advantages and loss, `reuse` adds groups of earlier steps.
+    advantages and loss, `reuse` adds groups of earlier steps, `mover` brings groups to other ranks if there are any.
     """
     for step in run.steps():
         # Sample and score. Groups that the algorithm does not accept are replaced by groups of further prompts.
         groups = producer.collect(config.batch.prompts, accept=algo.accept)
         # Groups of earlier steps, if the config asks for them (replay.prompts).
         groups += reuse.draw(step)
+        # Every rank gets about as many tokens to train on. One process keeps what it has.
+        groups = mover.divide(groups, config.learner.minibatches)
         groups, stats = update_policy(learner, algo, groups, config.learner)
         # These prompts are finished: a checkpoint need not bring them back.
         producer.close_groups(groups)
         # Nothing is copied if sampler and learner share the storage of the weights.
         sync.send(version=step + 1)
-        # Logs, and evaluates and saves a checkpoint when they are due.
-        run.end_step(step, make_step_record(step, groups, stats.metrics))
+        # The first rank logs, and all evaluate and save a checkpoint when they are due.
+        run.end_step(step, make_step_record(step, mover.collect_on_first(groups), stats.metrics | mover.metrics))
 
 
 def update_policy(
@@ -75,7 +79,8 @@ def update_policy(
     # Log-probabilities that only the loss needs, of the samples that train.
     annotate(learner, groups, algo.loss_needs())
     # At most epochs x minibatches optimizer steps. Microbatches only bound the memory.
-    update = learner.update(make_batch(groups, config.minibatches, whole_groups=algo.whole_groups), algo)
+    batch = make_batch(groups, config.minibatches, whole_groups=algo.whole_groups, world=world)
+    update = learner.update(batch, algo)
     store_update(groups, update)
     # Adjusts the KL and entropy coefficients for the next step, if they have targets.
     metrics = update.metrics | algo.update_coefficients(update.metrics)

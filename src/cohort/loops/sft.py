@@ -30,10 +30,12 @@ def train(
     learner: Learner,
     batches: Callable[[int], Batch],
     examples: Callable[[int], list[Group]] = lambda step: [],
+    collect: Callable[[list[Group]], list[Group]] = lambda groups: groups,
 ) -> None:
     """Trains for every remaining step of `run`. `batches(step)` returns the batch of a step, counted from 0.
 
     `examples(step)` returns the groups that the batch was made of, which the run records; none = it records none.
+    `collect(groups)` brings those of all ranks to the first, which records them.
     """
     loss = Imitation()
     for step in run.steps():
@@ -41,7 +43,7 @@ def train(
         groups = examples(step)
         store_update(groups, update)
         # Logs, and saves a checkpoint when one is due.
-        run.end_step(step, StepRecord(metrics=add_perplexity(update.metrics), groups=groups or None))
+        run.end_step(step, StepRecord(metrics=add_perplexity(update.metrics), groups=collect(groups) or None))
 
 
 def add_perplexity(metrics: Mapping[str, float]) -> dict[str, float]:

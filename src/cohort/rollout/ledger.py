@@ -49,3 +49,8 @@ class Ledger:
         for group in groups:
             if self.open.pop((group.prompt.id, group.prompt.visit), None) is not None:
                 self.closed[group.excluded] += 1
+
+    def remove(self, prompts: Iterable[Prompt]) -> None:
+        """Removes prompts from the open prompts without counting them: other ranks have finished them."""
+        for prompt in prompts:
+            self.open.pop((prompt.id, prompt.visit), None)

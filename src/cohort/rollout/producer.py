@@ -5,6 +5,10 @@ their index. There are two orders of work. In *rounds*, later turns and replacem
 everything under way is scored. So it is always the same samples that share a batch in the engine, which decides the
 last bits of a log-probability. In *continuous* order later turns and replacements begin at once, so that a slow grader
 delays only its own sample.
+
+Several ranks work on the same list of prompts: number n of a call belongs to rank n modulo the number of ranks. Every
+rank knows the whole list, and after each round all know which groups were accepted. So all decide alike what is needed
+next, and what is trained on does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ from cohort.errors import EngineError, TrainingStopped
 from cohort.fates import Fate
 from cohort.rollout.episode import AfterTurn, Episode, EpisodeSettings
 from cohort.rollout.ledger import Ledger, Status
+from cohort.scoring.base import Pool
 from cohort.system.clock import stage
 from cohort.tasks.environment import Past
 from cohort.tasks.stream import TaskStream
 from cohort.types import Answer, Finish, Group, Outcome, Prompt, Row, Sample
+from cohort.world import ONE_PROCESS, World
 
 log = logging.getLogger(__name__)
 
@@ -136,18 +142,27 @@ class Producer:
     """Turns prompts into scored groups. Only one `start` or `collect` can be under way at a time."""
 
     def __init__(
-        self, engine: Engine, scorer: Scorer, stream: TaskStream, settings: EpisodeSettings, order: Order = "rounds"
+        self,
+        engine: Engine,
+        scorer: Scorer,
+        stream: TaskStream,
+        settings: EpisodeSettings,
+        order: Order = "rounds",
+        world: World = ONE_PROCESS,
     ) -> None:
         self.engine = engine
         self.scorer = scorer
         self.stream = stream
         self.settings = settings
         self.order = order
+        self.world = world
         self.ledger = Ledger()
         # Prompts to take before the stream's next: from a loaded state, or begun ahead and not needed.
         self._reopened: list[Prompt] = []
-        # A call numbers its prompts from 0. The id of a turn is "number/index", with the index of the sample.
+        # A call numbers its prompts, those of all ranks, from 0. The id of a turn is "number/index", with the index of
+        # the sample.
         self._prompts: list[Prompt] = []
+        self._collected: list[Prompt] = []  # whose groups the last `collect` returned, on all ranks
         self._num_begun = 0
         self._groups: dict[int, _OpenGroup] = {}  # by the number of their prompt
         self._ready: list[SamplePlace] = []  # to be submitted to the engine
@@ -163,30 +178,51 @@ class Producer:
     def collect(self, num: int, accept: Callable[[Group], bool]) -> list[Group]:
         """Samples and scores prompts until `num` groups are accepted. Returns these and the rejected groups.
 
-        They are in the order of their prompts. A group for which `accept(group)` is false is marked as excluded and
-        replaced by a group of the next prompt; after MAX_REFILLS rounds there may be fewer than `num` accepted ones. In
-        continuous order prompts are begun ahead; those not needed are put back, and the next call samples them from the
-        beginning. Raises TrainingStopped if more than MAX_FAILED_SHARE of the samples cannot be scored.
+        They are in the order of their prompts. Each of several ranks returns its own; `num` counts those of all. A
+        group for which `accept(group)` is false is marked as excluded and replaced by a group of the next prompt; after
+        MAX_REFILLS rounds there may be fewer than `num` accepted ones. In continuous order prompts are begun ahead;
+        those not needed are put back, and the next call samples them from the beginning. Raises TrainingStopped if more
+        than MAX_FAILED_SHARE of the samples cannot be scored.
         """
         self._begin_call()
-        groups: dict[int, Group] = {}  # the complete ones, by the number of their prompt
-        verdicts: list[bool | None] = []  # per prompt, in order; None = its group is not complete
+        groups: dict[int, Group] = {}  # the complete ones of this rank, by the number of their prompt
+        verdicts: list[bool | None] = []  # per prompt of all ranks, in order; None = its group is not complete
         while self._begin_needed_prompts(verdicts, num):
+            new: dict[int, bool] = {}
             for number, group in self._run_episodes():
                 groups[number] = group
-                verdicts[number] = bool(accept(group))
-                self._rejection_rate.record(rejected=not verdicts[number])
-                if self.order == "continuous" and not self._begin_needed_prompts(verdicts, num):
-                    break
+                new[number] = bool(accept(group))
+                # One process knows all verdicts, and need not wait for other groups to replace this one.
+                if self.world.size == 1:
+                    self._record_verdicts(verdicts, new)
+                    new = {}
+                    if self.order == "continuous" and not self._begin_needed_prompts(verdicts, num):
+                        break
+            with self.world.phase("rollout"):
+                for part in self.world.gather([list(item) for item in new.items()]):
+                    self._record_verdicts(verdicts, dict(part))
         needed = count_needed_prompts(verdicts, num)
+        if isinstance(self.scorer, Pool):
+            # What a service said is kept before it is used.
+            self.scorer.share_outcomes(self.world)
         self._put_back_prompts(needed)
-        collected = [groups[number] for number in range(needed)]
-        # There may be more verdicts than groups: those of prompts that were put back.
-        for group, accepted in zip(collected, verdicts, strict=False):
-            if not accepted:
+        self._collected = self._prompts[:needed]
+        collected = [groups[number] for number in range(needed) if number in groups]
+        for number, group in groups.items():
+            if number < needed and not verdicts[number]:
                 group.excluded = Fate.NOT_ACCEPTED
-        stop_if_scoring_is_broken(collected)
+        stop_if_scoring_is_broken(collected, self.world)
         return collected
+
+    def _record_verdicts(self, verdicts: list[bool | None], new: Mapping[int, bool]) -> None:
+        """Enters new verdicts, by the number of the prompt, in the list of all, and in the rate of rejections."""
+        for number, accepted in new.items():
+            verdicts[number] = accepted
+            self._rejection_rate.record(rejected=not accepted)
+
+    def _is_own(self, number: int) -> bool:
+        """Returns whether this rank samples the prompt with this number of a call of `collect`."""
+        return number % self.world.size == self.world.rank
 
     def _begin_needed_prompts(self, verdicts: list[bool | None], num: int) -> bool:
         """Begins the prompts that `num` accepted groups are known to need. Returns False once all of them are scored.
@@ -200,16 +236,18 @@ class Producer:
         if missing and needed + ahead > len(verdicts):
             prompts = self._take_prompts(needed + ahead - len(verdicts))
             verdicts += [None] * len(prompts)
-            self._open_groups(prompts)
+            self._open_groups(prompts, self._is_own)
         return missing > 0
 
     def close_groups(self, groups: Sequence[Group]) -> None:
         """Marks the prompts of these groups, trained and excluded, as finished, so that a checkpoint leaves them out.
 
-        Reused groups are ignored.
+        Reused groups are ignored. So are the groups of other ranks: all that `collect` returned there are finished too.
         """
         # Reused groups were finished in the step that sampled them.
         self.ledger.close(group for group in groups if not group.reused)
+        if self.world.size > 1:
+            self.ledger.remove(self._collected)
 
     def start(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Group]]:
         """Samples and scores one group per prompt. Yields (index in `prompts`, group) as each group is complete.
@@ -269,7 +307,10 @@ class Producer:
         Enters the new ones in the ledger as open.
         """
         again, self._reopened = self._reopened[:num], self._reopened[num:]
-        fresh = self.stream.next_prompts(num - len(again)) if num > len(again) else []
+        first = self._num_begun + len(again)
+        fresh = (
+            self.stream.next_prompts(num - len(again), lambda i: self._is_own(first + i)) if num > len(again) else []
+        )
         for prompt in fresh:
             self.ledger.add(prompt)
         return again + fresh
@@ -300,13 +341,21 @@ class Producer:
         self._reopened = self._prompts[first:] + self._reopened
         self._forget_ended()
 
-    def _open_groups(self, prompts: Sequence[Prompt]) -> None:
-        """Creates one open group per prompt, and marks its first turns as ready to be submitted to the engine."""
+    def _open_groups(self, prompts: Sequence[Prompt], is_own: Callable[[int], bool] = lambda number: True) -> None:
+        """Creates one open group per prompt, and marks its first turns as ready to be submitted to the engine.
+
+        Prompts for whose number `is_own(number)` is false belong to other ranks, and are only numbered.
+        """
         size = self.settings.group_size
         self._prompts += prompts
         for prompt in prompts:
             number = self._num_begun
             self._num_begun += 1
+            if not is_own(number):
+                continue
+            # A prompt that was put back may have belonged to another rank.
+            if not prompt.tokens:
+                prompt = self.stream.find_prompt(prompt.id, prompt.visit)
             self._groups[number] = _OpenGroup(
                 prompt=prompt,
                 episodes=[Episode(prompt=prompt, index=i, settings=self.settings) for i in range(size)],
@@ -443,13 +492,19 @@ class SilenceMonitor:
             self.patience *= 2
 
 
-def stop_if_scoring_is_broken(groups: Sequence[Group]) -> None:
-    """Raises TrainingStopped if more than MAX_FAILED_SHARE of the samples in the groups could not be scored.
+def stop_if_scoring_is_broken(groups: Sequence[Group], world: World = ONE_PROCESS) -> None:
+    """Raises TrainingStopped if more than MAX_FAILED_SHARE of the samples of all ranks could not be scored.
 
-    A failure is not a reward of 0. Few failures are counted and shown; after many, no metric can be trusted.
+    `groups` are those of this rank. A failure is not a reward of 0. Few failures are counted and shown; after many, no
+    metric can be trusted.
     """
-    failures = [s.failure for g in groups for s in g.samples if s.failure]
-    stop_if_many_failed(failures, sum(len(g.samples) for g in groups), "resume the run")
+    own = {
+        "failures": [s.failure for g in groups for s in g.samples if s.failure],
+        "samples": sum(len(g.samples) for g in groups),
+    }
+    parts = world.gather(own)
+    failures = [failure for part in parts for failure in part["failures"]]
+    stop_if_many_failed(failures, sum(part["samples"] for part in parts), "resume the run")
 
 
 def stop_if_many_failed(failures: Sequence[str], num_samples: int, then: str) -> None:

@@ -15,7 +15,6 @@ runs/2026-11-15-countdown-k3f9/
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import secrets
@@ -35,6 +34,7 @@ from cohort.config.document import (
     parse_config,
     read_format,
 )
+from cohort.config.resuming import may_change
 from cohort.config.schema import RunConfig
 from cohort.errors import RunError
 from cohort.evaluation.records import Evaluation
@@ -132,19 +132,21 @@ class RunDirectory:
                 folder.mkdir(exist_ok=True)
 
     def require_same_settings(self, config: RunConfig) -> None:
-        """Raises RunError if `config` differs from the settings of the run. Only `steps` may differ, and only grow.
+        """Raises RunError if `config` differs from the settings of the run in one that may not change.
 
-        Differences in sections that are off do not count.
+        `steps` may only grow; for the others see `config.resuming`. Differences in sections that are off do not count.
         """
         # Names of settings that differ, with (value of the run, new value).
         changed = diff_configs(self.config, config)
-        old_steps, new_steps = changed.pop("steps", (0, 0))
+        old_steps, new_steps = changed.get("steps", (0, 0))
+        changed = {name: values for name, values in changed.items() if not may_change(name)}
         if changed:
             name, (old, new) = next(iter(changed.items()))
             more = f" ({len(changed) - 1} other settings differ too)" if len(changed) > 1 else ""
             raise RunError(
-                f"{self.path} was started with {name} = {old}, not {new}{more}. A run keeps all settings except steps: "
-                f"put the old values back into {self.config_file}, or start a new run with `cohort train`."
+                f"{self.path} was started with {name} = {old}, not {new}{more}. A run keeps its settings (only steps, "
+                f"learner.shard, learner.tensor and scoring may change): put the old values back into "
+                f"{self.config_file}, or start a new run with `cohort train`."
             )
         if new_steps < old_steps:
             raise RunError(
@@ -152,18 +154,20 @@ class RunDirectory:
                 f"shortened. Use --steps {old_steps} or more, or leave out --steps."
             )
 
-    def extend_to(self, steps: int) -> None:
-        """Sets the total number of steps of the run, here and in config.yaml. The caller must hold the lock.
+    def adopt(self, config: RunConfig) -> list[str]:
+        """Takes over the settings of `config` that may change, here and in config.yaml. The caller must hold the lock.
 
-        Raises RunError if `steps` is smaller than before. Also brings config.yaml to the current format.
+        Returns how settings other than `steps` have changed, such as "learner.shard: none -> full". Raises RunError if
+        a setting differs that may not change. Also brings config.yaml to the current format.
         """
-        config = dataclasses.replace(self.config, steps=steps)
         self.require_same_settings(config)
+        changed = diff_configs(self.config, config)
         # A directory of an older format gets the new number as well: its next files will have the new format.
         if config != self.config or self.format < FORMAT:
             write_atomically(self.config_file, dump_config(config))
             self.config = config
             self.format = FORMAT
+        return [f"{name}: {old} -> {new}" for name, (old, new) in changed.items() if name != "steps"]
 
     def dump_settings(self) -> dict[str, Any]:
         """Returns the settings of the run as config.yaml has them: nested dicts, lists, strings and numbers.

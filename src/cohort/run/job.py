@@ -49,8 +49,11 @@ class Job(Protocol):
     """What is trained in a run, as the run sees it. `step` counts completed steps: 0 = untrained."""
 
     @property
-    def evaluate(self) -> Callable[[int], Evaluation] | None:
-        """A function that evaluates the current weights, given the number of completed steps; None = no evaluation."""
+    def evaluate(self) -> Callable[[int], Evaluation | None] | None:
+        """A function that evaluates the current weights, given the number of completed steps; None = no evaluation.
+
+        All ranks call it. It returns the evaluation on the first, and None on the others.
+        """
 
     @property
     def measure(self) -> Callable[[], Mapping[str, float]] | None:

@@ -37,9 +37,11 @@ from cohort.run.store.db import Store
 from cohort.run.store.reader import Reader
 from cohort.run.store.records import STOPPED, describe_end
 from cohort.run.store.rollouts import make_rollout_path, remove_rollouts, save_rollouts
+from cohort.run.together import Command, LeadingJob, agree_on_stop
 from cohort.system import clock
 from cohort.system.disk import format_size, write_atomically
 from cohort.types import Group
+from cohort.world import ONE_PROCESS, World
 
 StopCheck = Callable[[int], str]
 """Number of completed steps -> why the run ends here, judged by its run.db; "" = it goes on."""
@@ -53,6 +55,8 @@ class Run:
     back and unlocks the directory, and records the error if there was one. An error of a sink is reported and does not
     stop the run.
 
+    With several ranks in `world` this is the run of the first one. The others are `run.together.FollowingRun`.
+
     `stop_check`, if it is given, is asked after every step, and again for the step at which a run is resumed. So where
     a run ends by it does not depend on interruptions. A run that it ends is complete.
     """
@@ -65,6 +69,7 @@ class Run:
         view: View | None = None,
         sinks: Mapping[str, View] | None = None,
         stop_check: StopCheck | None = None,
+        world: World = ONE_PROCESS,
     ) -> None:
         self.directory = directory
         self.config = config
@@ -74,7 +79,9 @@ class Run:
         self._accuracies: dict[
             int, float
         ] = {}  # or mean rewards, by step; also those of evaluations whose files were removed
-        self._job = job
+        # Of several ranks this is the first: it tells the others what all do next.
+        self._job: Job = job if world.size == 1 else LeadingJob(job, world)
+        self._world = world
         self._stop_check = stop_check
         self._description = job.describe()
         # A sink that raises is reported once and then left out.
@@ -105,6 +112,7 @@ class Run:
         if self.step >= self.config.steps:
             more = f"{program_name()} resume {self.directory.path} --steps {2 * self.config.steps}"
             self._view.show_event(self.step, "run", f"all {self.config.steps} steps are done; train on with: {more}")
+        self._lead(Command(name="ready"))
         return self
 
     def __exit__(
@@ -136,11 +144,17 @@ class Run:
             # Time that was spent on evaluation and saving does not belong to the step.
             clock.read_and_reset()
             self._step_began = time.perf_counter()
+            self._lead(Command(name="step", step=step))
             yield step
             assert self.step == step + 1, f"step {step} did not end with end_step"
         # The signal may have come after `end_step` had decided not to save.
         if self.is_stopping and self.step > self._first_step:
             self._save_checkpoint()
+
+    def _lead(self, command: Command) -> None:
+        """Tells the other ranks, if there are any, what all do next."""
+        if isinstance(self._job, LeadingJob):
+            self._job.lead(command)
 
     def record_event(self, kind: str, text: str) -> None:
         """Shows an event (a skip, a failure) at once, and keeps it to be written to run.db.
@@ -165,6 +179,7 @@ class Run:
         assert step == self.step, f"step {step} ended while step {self.step} was under way"
         # What is recorded counts completed steps, from 1.
         number = step + 1
+        agree_on_stop(self._signals, self._world)
         seconds = time.perf_counter() - self._step_began
         metrics = {**record.metrics, **compute_times(record.metrics, seconds, clock.read_and_reset())}
         if record.problem:
@@ -223,10 +238,11 @@ class Run:
                 self._save_checkpoint()
                 # A kill may have come between the last checkpoint and the removal of older ones.
                 self._prune_checkpoints()
+        summary = self._make_summary()
+        self._lead(Command(name="end", complete=summary.complete))
         picture, problem = write_card_picture(self.directory.path, self.config)
         if problem:
             self.record_event("picture", problem)
-        summary = self._make_summary()
         # By this event `cohort runs` tells a run that was stopped or is done from one that was killed.
         self._pending.append(("run", describe_end(summary.complete, self.ended_by, self._signals.requested)))
         self._write_pending_events()
@@ -265,7 +281,7 @@ class Run:
             return
         self._view.show_phase("evaluating")
         evaluation = self._job.evaluate(number)
-        assert evaluation.step == number, f"evaluation of step {evaluation.step} instead of {number}"
+        assert evaluation is not None and evaluation.step == number, f"no evaluation of step {number}"
         # Rows before the file: if the file exists, the rows do too. After a kill in between, both are made again.
         self._require_store().write_evaluation(number, evaluation.metrics)
         self._metrics.append()

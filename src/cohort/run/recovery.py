@@ -48,7 +48,7 @@ class EarlierResults:
 def restore_newest(directory: RunDirectory, config: RunConfig, job: Job) -> RestoredState:
     """Restores the newest checkpoint into the job, and repairs run.db if it is damaged or lacks steps.
 
-    Without a checkpoint the run is at step 0. Sets the number of steps of the run to that of `config`. Raises RunError,
+    Without a checkpoint the run is at step 0. The run takes over what `config` changes. Raises RunError,
     before anything is changed, if the checkpoint or the record of the run is damaged, the record is of another run, or
     `config` has fewer steps than before. The caller must hold the lock.
     """
@@ -66,7 +66,8 @@ def restore_newest(directory: RunDirectory, config: RunConfig, job: Job) -> Rest
     repair = repair_database(directory, step, state.numbers.get(METRICS_CHECKSUM) if state else None)
     notices = [("repair", text) for text in repair.sentences]
     directory.make_folders()
-    directory.extend_to(config.steps)
+    if changed := directory.adopt(config):
+        notices.append(("settings", f"changed after step {step}: {', '.join(changed)}"))
     if config.steps > old_steps:
         effect = job.describe_extension(step, old_steps, config.steps)
         text = f"extended after step {step}, from {old_steps} to {config.steps} steps"

@@ -22,12 +22,15 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested = ""  # the name of the first signal; "" = none came
         self._former: dict[signal.Signals, Any] = {}
+        self._is_silent = False
 
-    def install(self) -> None:
+    def install(self, silent: bool = False) -> None:
         """Replaces the handlers of SIGINT (Ctrl-C), SIGTERM and SIGHUP by one that asks the run to stop.
 
-        Does nothing outside the main thread. A signal that the process ignores stays ignored, except SIGINT.
+        Does nothing outside the main thread. A signal that the process ignores stays ignored, except SIGINT. `silent` =
+        another rank tells the user.
         """
+        self._is_silent = silent
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)):
@@ -51,6 +54,8 @@ class StopSignals:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
+        if self._is_silent:
+            return
         # Not `print`: the signal may have interrupted one. The terminal may also be gone.
         with suppress(OSError):
             os.write(2, b"\nfinishing this step, then saving; a second signal stops at once\n")

@@ -6,11 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from cohort.errors import TaskError
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import Past
 from cohort.types import Answer, Outcome, Row
+
+if TYPE_CHECKING:
+    from cohort.world import World
 
 
 class Pool(ABC):
@@ -53,11 +57,14 @@ class Pool(ABC):
     def num_pending(self) -> int:
         """The number of submitted answers and groups whose outcome `poll` still has to return."""
 
-    def keep_outcomes(self, path: Path) -> None:  # noqa: B027  (most pools have nothing to keep)
+    def keep_outcomes(self, path: Path | None, world: World | None = None) -> None:  # noqa: B027  (most keep nothing)
         """Keeps outcomes of outside services in the file at `path` from now on, and uses those that are in it.
 
-        Does nothing if the task asks no outside service.
+        Of several ranks in `world` only the first has a path. Does nothing if the task asks no outside service.
         """
+
+    def share_outcomes(self, world: World) -> None:  # noqa: B027  (most keep nothing)
+        """Brings outcomes of outside services to the file of the first rank. Every rank must call it."""
 
     @abstractmethod
     def close(self) -> None:

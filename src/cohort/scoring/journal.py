@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cohort.scoring.base import Pool
 from cohort.scoring.wire import answer_to_list
@@ -23,22 +23,32 @@ from cohort.system.json_text import parse_json
 from cohort.tasks.environment import Past
 from cohort.types import Answer, Outcome, Row
 
+if TYPE_CHECKING:
+    from cohort.world import World
+
 log = logging.getLogger(__name__)
 
 
 class OutcomeJournal:
-    """The outcomes of a run by the content that was scored, in memory and in a file."""
+    """The outcomes of a run by the content that was scored, in memory and in a file.
 
-    def __init__(self, path: Path) -> None:
+    Without a path there is no file: another rank has it, and is told what is new.
+    """
+
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self._known: dict[str, list[Outcome]] = {}
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._read()
+        self._new: list[tuple[str, list[Outcome]]] = []  # that other ranks have not been told
+        self._file: int | None = None
+        if path is not None:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._read(path)
 
-    def _read(self) -> None:
+    def _read(self, path: Path) -> None:
         """Reads what is in the file. A line that was cut off by a kill, or is damaged, is left out and said."""
+        assert self._file is not None
         num_bad = 0
-        data = self.path.read_bytes()
+        data = path.read_bytes()
         for line in data.split(b"\n"):
             if not line:
                 continue
@@ -48,7 +58,7 @@ class OutcomeJournal:
             except (ValueError, TypeError, AttributeError):
                 num_bad += 1
         if num_bad:
-            log.warning("%s: %d lines cannot be read; their answers are scored again", self.path, num_bad)
+            log.warning("%s: %d lines cannot be read; their answers are scored again", path, num_bad)
         # The next line must not continue one that was cut off.
         if data and not data.endswith(b"\n"):
             os.write(self._file, b"\n")
@@ -61,7 +71,11 @@ class OutcomeJournal:
         return self._known.get(key)
 
     def add(self, new: Sequence[tuple[str, list[Outcome]]]) -> None:
-        """Keeps outcomes by key. They are on the disk when this returns."""
+        """Keeps outcomes by key. They are on the disk when this returns, if there is a file."""
+        if self._file is None:
+            self._new += new
+            self._known.update(new)
+            return
         lines = [json.dumps([key, [_outcome_to_dict(o) for o in outcomes]]) + "\n" for key, outcomes in new]
         data = "".join(lines).encode()
         while data:
@@ -69,9 +83,26 @@ class OutcomeJournal:
         os.fsync(self._file)
         self._known.update(new)
 
+    def share_known(self, world: World) -> None:
+        """Tells all ranks what the first one knows. Every rank must call it."""
+        known = [[key, [_outcome_to_dict(o) for o in outcomes]] for key, outcomes in self._known.items()]
+        for key, outcomes in world.share(known):
+            self._known.setdefault(key, [_read_outcome(fields) for fields in outcomes])
+
+    def send_new(self, world: World) -> None:
+        """Brings what is new on other ranks to the first one, which writes it to its file. Every rank must call it."""
+        new = [[key, [_outcome_to_dict(o) for o in outcomes]] for key, outcomes in self._new]
+        self._new = []
+        parts = world.gather_on_first(new)
+        found = [(key, [_read_outcome(fields) for fields in outcomes]) for part in parts for key, outcomes in part]
+        unknown = {key: outcomes for key, outcomes in found if key not in self._known}
+        if unknown:
+            self.add(list(unknown.items()))
+
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._file)
+        """Closes the file, if there is one."""
+        if self._file is not None:
+            os.close(self._file)
 
 
 def _outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
@@ -120,9 +151,19 @@ class JournaledPool(Pool):
         self._next_id = 0
         self._is_closed = False
 
-    def keep_outcomes(self, path: Path) -> None:
-        """Reads the journal at `path`, which is made if it does not exist, and keeps all outcomes there from now on."""
+    def keep_outcomes(self, path: Path | None, world: World | None = None) -> None:
+        """Reads the journal at `path`, which is made if it does not exist, and keeps all outcomes there from now on.
+
+        Of several ranks only the first has a path. The others learn what it has read.
+        """
         self.journal = OutcomeJournal(path)
+        if world is not None and world.size > 1:
+            self.journal.share_known(world)
+
+    def share_outcomes(self, world: World) -> None:
+        """Brings the outcomes of all ranks to the journal of the first. Every rank must call it."""
+        if self.journal is not None and world.size > 1:
+            self.journal.send_new(world)
 
     @property
     def num_pending(self) -> int:

@@ -86,6 +86,6 @@ def require_one_process() -> None:
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         raise ConfigError(
-            f"the environment variable WORLD_SIZE is {size}, but Cohort works in one process: each of the {size} would "
-            "do all of the work. Start one process, without torchrun, and unset WORLD_SIZE."
+            f"the environment variable WORLD_SIZE is {size}, but this command works in one process: each of the {size} "
+            "would do all of the work. Start one process, without torchrun, and unset WORLD_SIZE."
         )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -76,10 +76,7 @@ class TaskStream:
 
     At most `max_rows` rows of its own split are read (0 = all); those of a split that is cut are always read.
 
-    `shard` is (rank, number of ranks). From cursor c, a rank takes the positions c + rank, c + rank + ranks, and so on;
-    every position moves its cursor by the number of ranks. Ranks that begin at the same cursor never share a prompt.
-    Their cursors stay equal while all take equally many prompts and none is skipped. A rank replaces a skipped prompt
-    by its own next one, so that its cursor runs ahead of the others: each rank must save its own cursor.
+    Several ranks read the same stream and keep the same cursor: each asks for the prompts of all, and renders its own.
     """
 
     def __init__(
@@ -90,17 +87,13 @@ class TaskStream:
         split: str = "train",
         max_prompt_tokens: int = 0,
         too_long: Literal["error", "skip"] = "error",
-        shard: tuple[int, int] = (0, 1),
         max_rows: int = 0,
         validation_share: float = 0.0,
     ) -> None:
-        if not 0 <= shard[0] < shard[1]:
-            raise ValueError(f"shard is {shard}; it must be (rank, number of ranks) with 0 <= rank < number of ranks")
         self.task = task
         self.seed = seed
         self.split = split
         self.cursor = 0
-        self.shard = shard
         self.num_skipped = 0
         self.overlap: SharedRows | None = None  # of the split that `render_held_out` was called for; None = of none
         self._tokenizer = tokenizer
@@ -185,22 +178,27 @@ class TaskStream:
         order, content = (hashlib.sha256(b"".join(d)).hexdigest()[:16] for d in (digests, sorted(digests)))
         return RowsDigest(order=order, content=content)
 
-    def next_prompts(self, n: int) -> list[Prompt]:
-        """Returns the next n prompts of this rank, and moves the cursor past them and past skipped prompts.
+    def next_prompts(self, n: int, is_own: Callable[[int], bool] = lambda i: True) -> list[Prompt]:
+        """Returns the next n prompts, and moves the cursor past them and past skipped prompts.
 
-        Skipped prompts are added to `num_skipped`. Raises TaskError if every prompt of the split is skipped, if one is
-        too long and the stream does not skip, and if `task.prompt` returns no valid messages.
+        A prompt for whose place `is_own(i)` is false, from 0 to n - 1, is of another rank: it need not be rendered, and
+        then has no tokens. Skipped prompts are added to `num_skipped`. Raises TaskError if every prompt of the split is
+        skipped, if one is too long and the stream does not skip, and if `task.prompt` returns no valid messages.
         """
-        rank, num_ranks = self.shard
         prompts: list[Prompt] = []
         # Skipped rows are counted by index and not by position in the stream: an epoch may end with the rows with which
         # the next one begins, and these are skipped twice although other rows would fit.
         skipped: set[int] = set()
         num_skipped: Counter[str] = Counter()
         while len(prompts) < n:
-            place = self._order.locate(self.cursor + rank)
-            prompt = self._render_prompt(self._rows[place.index], place.visit, "train")
-            self.cursor += num_ranks
+            place = self._order.locate(self.cursor)
+            row = self._rows[place.index]
+            self.cursor += 1
+            # Where prompts may be skipped, all ranks must know which: so each renders all.
+            if self._too_long == "error" and not is_own(len(prompts)):
+                prompts.append(self._name_prompt(row, place.visit))
+                continue
+            prompt = self._render_prompt(row, place.visit, "train")
             if prompt is not None:
                 prompts.append(prompt)
                 continue
@@ -211,6 +209,11 @@ class TaskStream:
             if num_skipped[label] == self._num_rows[label]:
                 raise self._make_none_fits_error(self.split, label)
         return prompts
+
+    def _name_prompt(self, row: Row, visit: int) -> Prompt:
+        """Returns the prompt of a row without tokens and messages, for a ledger of prompts."""
+        label, id = get_label(self.task, row), row["id"]
+        return Prompt(task=label, id=id, visit=visit, row={}, messages=[], tokens=[], provenance=[], forced_text="")
 
     def find_prompt(self, id: str, visit: int) -> Prompt:
         """Returns the prompt of the row with this id in epoch `visit`, as `next_prompts` gave it.

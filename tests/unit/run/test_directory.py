@@ -76,10 +76,10 @@ def test_a_read_only_place(tmp_path, monkeypatch):
 
 def test_extend_keeps_everything_else(tmp_path):
     directory = RunDirectory.create(tmp_path, small_run(), "a")
-    directory.extend_to(50)
+    directory.adopt(dataclasses.replace(directory.config, steps=50))
     assert RunDirectory.open(directory.path).config == dataclasses.replace(small_run(), steps=50)
     with pytest.raises(RunError, match="has 50 steps, and --steps is 6: a run can be extended"):
-        directory.extend_to(6)
+        directory.adopt(dataclasses.replace(directory.config, steps=6))
 
 
 def test_a_changed_setting_is_named(tmp_path):

@@ -190,7 +190,7 @@ def test_extending_a_run(tmp_path):
     run_to_end(directory, make_quiet_view())
     longer = RunDirectory.open(directory.path)
     longer.lock()
-    longer.extend_to(8)
+    longer.adopt(dataclasses.replace(longer.config, steps=8))
     run_to_end(longer, make_quiet_view())
     assert RunDirectory.open(directory.path).config.steps == 8
     with Reader(directory.database) as reader:

@@ -1,0 +1,91 @@
+"""Makes this process one of several ranks: those that `cohort train --ranks N`, torchrun or accelerate started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from cohort.errors import ConfigError, RankError
+from cohort.logs.printing import print_note
+from cohort.ranks.environment import RENDEZVOUS, count_local_ranks, is_rank, read_place
+from cohort.world import ONE_PROCESS, ProcessGroup, World
+
+TIME_LIMIT = "COHORT_RANK_MINUTES"
+"""Environment variable: minutes that a rank waits for the others in one collective."""
+
+# Long enough for the slowest rollout, short enough to notice a rank that hangs.
+DEFAULT_MINUTES = 30.0
+_PARENT_SECONDS = 1.0
+
+
+def join_ranks(device: str) -> World:
+    """Joins the other ranks and returns their world. Returns the world of one process if this process is no rank.
+
+    `device` is the setting of the run. On GPUs each rank of a machine takes another one, and tensors go through nccl;
+    on CPUs, and where ranks share a GPU, they go through gloo. Raises RankError if the ranks do not find each other.
+    """
+    if not is_rank():
+        return ONE_PROCESS
+    rank, size, local = read_place()
+    minutes = _read_minutes()
+    uses_gpu = device != "cpu" and torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count() if uses_gpu else 0
+    if uses_gpu:
+        torch.cuda.set_device(local % num_gpus)
+    # nccl refuses two ranks on one GPU.
+    backend = "nccl" if uses_gpu and count_local_ranks() <= num_gpus else "gloo"
+    rendezvous = os.environ.get(RENDEZVOUS)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{rendezvous}" if rendezvous else "env://",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(minutes=minutes),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"rank {rank} of {size} did not find the other ranks within {minutes:g} minutes "
+            f"({str(error).strip().splitlines()[0]}). Start all ranks with the same number of ranks and address."
+        ) from error
+    _end_with_parent()
+    return ProcessGroup()
+
+
+def leave_ranks() -> None:
+    """Closes the connections to the other ranks, if this process is a rank."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _read_minutes() -> float:
+    """Returns the time limit of a collective in minutes. Raises ConfigError if the variable is no such number."""
+    text = os.environ.get(TIME_LIMIT, "")
+    try:
+        minutes = float(text) if text else DEFAULT_MINUTES
+    except ValueError:
+        minutes = 0.0
+    if not 0.01 <= minutes <= 100_000:
+        raise ConfigError(f"{TIME_LIMIT} is {text}; it must be a number of minutes from 0.01 to 100000.")
+    return minutes
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the launcher has ended: a rank must not outlive it and hold a GPU or a run."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        """Ends the process at once, wherever it is, when its parent is another than at the start."""
+        while os.getppid() == parent:
+            time.sleep(_PARENT_SECONDS)
+        print_note(f"cohort: rank {os.environ.get('RANK')} ends, because what started it has ended")
+        sys.stderr.flush()
+        os._exit(2)
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
