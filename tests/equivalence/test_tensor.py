@@ -40,6 +40,7 @@ from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_
 # Limit of a collective call: a rank whose partners have died ends after that time.
 LIMIT = timedelta(seconds=120)
 TEMPERATURE = 0.7
+VOCABULARY = {"embed", "head"}
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {},  # 61 tokens: the slices are unequal
     "untied": {"tied": False, "vocab_size": 64},
@@ -139,7 +140,14 @@ def check_weights_on_rank(name: str, world: World) -> None:
     decoder = make_model(name)
     before = {n: p.clone() for n, p in decoder.named_parameters()}
     sharded = shard_decoder(decoder, world)
+    before_bytes = world.progress.bytes_by_kind["join"]
     joined, whole = list(sharded.named_weights()), list(decoder.named_weights())
+    # Every slice is sent once, at the length of the longest one.
+    sent = {
+        n: p.nbytes * sharded.vocabulary.largest // len(p) for n, p in sharded.named_parameters() if n in VOCABULARY
+    }
+    sent |= {n: p.nbytes for n, p in sharded.named_parameters() if n not in sharded.replicated | VOCABULARY}
+    assert world.progress.bytes_by_kind["join"] - before_bytes == sum(sent.values())
     assert [n for n, _ in joined] == [n for n, _ in whole]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(joined, whole, strict=True))
     for n, full in full_views(sharded):

@@ -257,13 +257,10 @@ def hf_views(
         if layer.out_bias is not None:
             yield path + "self_attn.o_proj.bias", select(layer.out_bias)
         yield path + "post_attention_layernorm.weight", select(layer.mlp_norm.weight)
-        # Selected once each: it may cost more than a look.
-        gate_up = select(layer.gate_up)
-        gate_up_bias = None if layer.gate_up_bias is None else select(layer.gate_up_bias)
         for j, name in enumerate(("gate", "up")):
-            yield f"{path}mlp.{name}_proj.weight", gate_up[j]
-            if gate_up_bias is not None:
-                yield f"{path}mlp.{name}_proj.bias", gate_up_bias[j]
+            yield f"{path}mlp.{name}_proj.weight", select(layer.gate_up)[j]
+            if layer.gate_up_bias is not None:
+                yield f"{path}mlp.{name}_proj.bias", select(layer.gate_up_bias)[j]
         yield path + "mlp.down_proj.weight", select(layer.down)
         if layer.down_bias is not None:
             yield path + "mlp.down_proj.bias", select(layer.down_bias)

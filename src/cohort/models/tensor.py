@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 
@@ -227,8 +228,14 @@ class TensorDecoder(Decoder):
         own = dict(self.named_parameters())
         outline = _make_outline(self.config)
         names = {p: name for name, p in outline.named_parameters()}
-        views = hf_views(outline, lambda p: gather_parameter(self, names[p], own[names[p]].data))
-        return ((name, to_hf_shape(name, view)) for name, view in views)
+
+        # Gate and up are one parameter, which is asked for twice, with its bias in between.
+        @lru_cache(maxsize=2)
+        def gather(p: nn.Parameter) -> Tensor:
+            """Returns the full tensor of a parameter."""
+            return gather_parameter(self, names[p], own[names[p]])
+
+        return ((name, to_hf_shape(name, view)) for name, view in hf_views(outline, gather))
 
 
 def check_divisible(config: ModelConfig, num_ranks: int) -> None:
