@@ -42,7 +42,7 @@ def gradient_through_head(
     chunk's logits exist, so it must not need other rows.
     """
     d_hidden = torch.zeros_like(hidden)
-    for rows in _split_rows(hidden, weight):
+    for rows in split_rows(hidden, len(weight)):
         logits_gradient = _logits_gradient_by_kernels if has_kernels(hidden) else _logits_gradient
         d_logits = logits_gradient(hidden[rows], weight, targets[rows], temperature, partial(gradient, rows))
         d_hidden[rows] = multiply(d_logits, weight.t())
@@ -66,7 +66,7 @@ def _logits_gradient(
     `loss_gradient` maps log-probabilities and entropies [n] (at that temperature) to the gradients of the loss on both.
     The result has the type of `hidden`.
     """
-    logits = _compute_logits(hidden, weight, temperature)
+    logits = compute_logits(hidden, weight, temperature)
     top = logits.amax(dim=-1, keepdim=True)
     # Not normalised here: the sum goes into factors of shape [n], which cost less than a division of [n, V].
     probs = torch.sub(logits, top).exp_()
@@ -101,19 +101,20 @@ def _logits_gradient_by_kernels(
     return kernels.logits_gradient(logits, targets, entropy, log_z, g, e, temperature, hidden.dtype)
 
 
-def _split_rows(hidden: Tensor, weight: Tensor) -> list[slice]:
+def split_rows(hidden: Tensor, vocab: int) -> list[slice]:
     """Returns slices that cut the rows of `hidden` [N, d] into chunks of nearly equal size.
 
-    The logits of a chunk are at most CHUNK_LOGITS numbers (GPU_CHUNK_LOGITS on a GPU), or one row where a row has more.
+    The logits of a chunk, `vocab` per row, are at most CHUNK_LOGITS numbers (GPU_CHUNK_LOGITS on a GPU), or one row
+    where a row has more.
     """
-    rows, vocab = hidden.shape[0], weight.shape[0]
+    rows = hidden.shape[0]
     most = max(1, (GPU_CHUNK_LOGITS if hidden.is_cuda else CHUNK_LOGITS) // vocab)
     # Chunks of equal size, because a last chunk of a few rows would cost nearly as much as a full one.
     size = max(1, -(-rows // max(1, -(-rows // most))))
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
-def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Returns the logits [n, V] of hidden states [n, d], divided by the temperature, in fp32 (float64 for float64)."""
     logits = multiply_wide(hidden, weight)
     return logits if temperature == 1.0 else logits.div_(temperature)
@@ -130,7 +131,7 @@ def token_logprobs(
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy = torch.zeros(2, len(hidden), dtype=wide, device=hidden.device)
-    for rows in _split_rows(hidden, weight):
+    for rows in split_rows(hidden, len(weight)):
         if has_kernels(hidden):
             from cohort.learner import kernels
 
@@ -138,7 +139,7 @@ def token_logprobs(
             # The kernel computes the entropy in any case.
             logprobs[rows], entropy[rows], _ = kernels.logprobs_and_entropy(logits, targets[rows], temperature)
             continue
-        logits = _compute_logits(hidden[rows], weight, temperature)  # [n, V]
+        logits = compute_logits(hidden[rows], weight, temperature)  # [n, V]
         z = torch.logsumexp(logits, dim=-1)
         logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - z
         if with_entropy:

@@ -70,21 +70,28 @@ class Layer(nn.Module):
         to it. The next layer does so together with its first norm, by one kernel. `cos` and `sin` come from
         `compute_cos_sin`. `attend` computes attention.
         """
-        T = x.shape[0]
-        collect = self.collectors.get
         x, normed = add_norm(x, y, self.attn_norm.weight, self.attn_norm.eps)
-        qkv = linear(normed, self.qkv, self.qkv_bias, collect("qkv")).view(T, *self.shape)  # [T, K, g + 2, D]
+        y = self.apply_attention(normed, cos, sin, attend, self.out_bias)
+        x, normed = add_norm(x, y, self.mlp_norm.weight, self.mlp_norm.eps)
+        return x, self.apply_feed_forward(normed, self.down_bias)
+
+    def apply_attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, bias: Tensor | None) -> Tensor:
+        """Returns the attention output [T, d] for the normed stream x [T, d]. Adds `bias` [d] to it; None = none."""
+        T = x.shape[0]
+        qkv = linear(x, self.qkv, self.qkv_bias, self.collectors.get("qkv")).view(T, *self.shape)  # [T, K, g + 2, D]
         # Qwen3 normalises queries and keys per head before rotation.
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.shape[1] - 2, 1, 1], dim=2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         mixed = attend(self.index, *split_and_rotate(qkv, cos, sin))  # [T, K, g, D]
-        y = linear(mixed.reshape(T, -1), self.out, self.out_bias, collect("out"))
-        x, normed = add_norm(x, y, self.mlp_norm.weight, self.mlp_norm.eps)
-        bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
+        return linear(mixed.reshape(T, -1), self.out, bias, self.collectors.get("out"))
+
+    def apply_feed_forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the feed-forward output [T, d] for the normed stream x [T, d]. `bias` is as in `apply_attention`."""
+        inner_bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten()
         gate_up = self.gate_up.flatten(0, 1)
-        y = apply_gated_unit(normed, gate_up, bias, self.down, self.down_bias, collect("gate_up"), collect("down"))
-        return x, y
+        collect = self.collectors.get
+        return apply_gated_unit(x, gate_up, inner_bias, self.down, bias, collect("gate_up"), collect("down"))
 
 
 class Decoder(nn.Module):
@@ -115,8 +122,7 @@ class Decoder(nn.Module):
         `attend` computes attention and decides which tokens see which others. `embedded` [T, d] replaces the embeddings
         of the tokens. It is for callers that compute the embedding's gradient themselves.
         """
-        # index_select has a deterministic backward, plain indexing has not.
-        x = widen(self.embed.index_select(0, tokens) if embedded is None else embedded)  # [T, d]
+        x = widen(self.look_up(tokens) if embedded is None else embedded)  # [T, d]
         cos, sin = self.compute_cos_sin(positions, self.embed.dtype)
         y = None
         for layer in self.layers:
@@ -126,6 +132,11 @@ class Decoder(nn.Module):
             else:
                 x, y = layer(x, y, cos, sin, attend)
         return add_norm(x, y, self.norm.weight, self.norm.eps)[1]
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings [T, d] of tokens [T], with a backward."""
+        # index_select has a deterministic backward, plain indexing has not.
+        return self.embed.index_select(0, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [T, vocab] for final hidden states [T, d], in the model's type, with a backward."""
