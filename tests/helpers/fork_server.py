@@ -26,7 +26,7 @@ from typing import Any
 from tests.helpers import struck_command as strike
 from tests.helpers.command_line import ENV, ROOT
 
-PATIENCE = 300.0  # seconds a command may take
+PATIENCE = 600.0  # seconds a command may take
 # Modules that commands import, some of them only at first use, such as the rest of torch at the first update.
 IMPORTS = (
     "cohort.jobs.build",

@@ -10,12 +10,13 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cohort.cli.output import format_table
+from cohort.cli.ranks import Ranks, start_ranks
 from cohort.cli.tasks import read_tasks
 from cohort.config.options import EvalOptions
 from cohort.errors import ConfigError
@@ -36,6 +37,8 @@ class Options(EvalOptions):
     model: str = "tiny"
     """A bundled or pulled name (see `cohort models`), a folder in Hugging Face format, a run (its last checkpoint),
     RUN@STEP, RUN@best, or the server's name for it."""
+    ranks: Ranks = None
+    """Processes on this machine that divide the problems among them; 0 = one per GPU."""
     out: str = "evals"
     """Where the evaluation is written, with every prompt, completion and verdict: a folder, or a .json file."""
 
@@ -73,6 +76,8 @@ def run(args: list[str]) -> None:
         find_model(options.model)
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.evaluation.standalone import ModelEvaluator
+    from cohort.ranks.agree import agree_on_errors
+    from cohort.ranks.join import closing_ranks, join_ranks
 
     # The evaluator takes the options without those of the command itself (model, out).
     names = [f.name for f in dataclasses.fields(EvalOptions)]
@@ -80,14 +85,19 @@ def run(args: list[str]) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EscapingFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    evaluator = ModelEvaluator(options.model, plain)
-    with show_grader_output(), closing(evaluator):
+    if options.ranks is not None and start_ranks(["eval", *args], options.ranks):
+        return
+    world = join_ranks(options.device)
+    evaluator = agree_on_errors(world, lambda: ModelEvaluator(options.model, plain, world))
+    with show_grader_output(), closing(evaluator), closing_ranks():
         # All tasks are prepared first, so that errors in their rows show before anything is sampled.
-        prepared = [evaluator.prepare(task) for task in tasks]
+        prepared = agree_on_errors(world, lambda: [evaluator.prepare(task) for task in tasks])
         try:
             for n, prepared_task in enumerate(prepared):
-                with show_progress() as progress:
+                with show_progress() if world.is_first else nullcontext(_show_nothing) as progress:
                     done = evaluator.run(prepared_task, out, progress)
+                if done is None:
+                    continue
                 prefix = "wrote" if done.is_new else "this evaluation existed already:"
                 print_result(f"{chr(10) * (n > 0)}{format_evaluation(done.evaluation)}\n{prefix} {done.path}")
         except KeyboardInterrupt:
@@ -127,6 +137,10 @@ def show_progress() -> Iterator[Progress]:
     with Progress(*columns, console=console, transient=True) as bar:
         line = bar.add_task("", total=None)
         yield lambda task, done, total: bar.update(line, description=task, completed=done, total=total)
+
+
+def _show_nothing(task: str, done: int, total: int) -> None:
+    """Shows no progress: the first rank shows that of all."""
 
 
 def _print_progress(task: str, done: int, total: int) -> None:

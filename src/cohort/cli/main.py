@@ -15,7 +15,7 @@ from cohort import __version__
 from cohort.cli.interrupt import INTERRUPTED, exit_from_imports
 from cohort.errors import CohortError, RankError, UserCodeError, suggest_name
 from cohort.logs.printing import flush_output, prepare_output, print_note, print_result
-from cohort.ranks.environment import is_rank, read_place
+from cohort.ranks.environment import has_place, read_place
 from cohort.system import process
 
 COMMANDS = {
@@ -146,7 +146,7 @@ def format_usage() -> str:
 
 def _report(error: CohortError, message: str, place: Sequence[str] = ()) -> int:
     """Prints an error as `_print_error` does, and returns the exit code 2. Of several ranks one says it."""
-    if not is_rank():
+    if not has_place():
         return _print_error(message, place)
     # Imported here because it imports torch.
     from cohort.ranks.agree import should_say

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from cohort.evaluation.records import EvalAnswer, EvalItem, EvalSetting, Evaluation
@@ -18,6 +19,9 @@ from cohort.tasks.base import Task
 from cohort.tasks.calls import compute_summary
 from cohort.types import Group, Prompt, Row, Sampling
 from cohort.world import ONE_PROCESS, World
+
+# Samples of each rank between two moments at which the first rank gets the answers of all.
+CHUNK_SAMPLES = 1024
 
 Spell = Callable[[Prompt], str]
 """Returns a prompt as the text that the model sees, special tokens included."""
@@ -44,26 +48,29 @@ def evaluate(
     samples fail; `then` says in its message what to do after the repair of the grader.
     """
     items = dict(known_items or {})
-    missing = [p for p in prompts if p.id not in items][world.rank :: world.size]
+    missing = [p for p in prompts if p.id not in items]
     failed: list[str] = []
     task = producer.stream.task
 
-    def answer_prompts() -> None:
-        """Answers this rank's prompts, and adds them to `items`."""
-        for _, group in producer.start(missing):
+    def answer_prompts(own: Sequence[Prompt]) -> list[EvalItem]:
+        """Answers prompts, keeps the items and returns them."""
+        for _, group in producer.start(own):
             item = _make_item(group, task.accuracy, spell)
             items[item.id] = item
             # Checked after each item, so that a broken grader stops the evaluation early.
             failed.extend(a.failure for a in item.answers if a.failure)
             stop_if_many_failed(failed, len(prompts) * setting.num_samples, then)
             on_item(item)
+        return [items[p.id] for p in own]
 
-    with world.phase("an evaluation"):
-        agree_on_errors(world, answer_prompts)
-        if isinstance(producer.scorer, Pool):
-            producer.scorer.share_outcomes(world)
-        for part in world.gather_on_first([items[p.id] for p in missing]):
-            items |= {item.id: item for item in part}
+    for chunk in _cut_chunks(missing, setting.num_samples, world.size):
+        with world.phase("an evaluation"):
+            done = agree_on_errors(world, partial(answer_prompts, chunk[world.rank :: world.size]))
+            if isinstance(producer.scorer, Pool):
+                producer.scorer.share_outcomes(world)
+            for item in (item for part in world.gather_on_first(done)[1:] for item in part):
+                items[item.id] = item
+                on_item(item)
     if not world.is_first:
         return None
     if world.size > 1:
@@ -71,6 +78,15 @@ def evaluate(
         stop_if_many_failed(failed, len(prompts) * setting.num_samples, then)
     # In the order of the prompts, whatever finished first.
     return summarise(setting, [items[p.id] for p in prompts], task, [p.row for p in prompts])
+
+
+def _cut_chunks(prompts: Sequence[Prompt], num_samples: int, num_ranks: int) -> list[Sequence[Prompt]]:
+    """Returns the prompts in pieces. After each piece the first of several ranks gets and can keep the answers of all.
+
+    One process has all prompts in one piece: it keeps every answer at once, and the engine is never idle.
+    """
+    size = len(prompts) if num_ranks == 1 else num_ranks * max(1, CHUNK_SAMPLES // num_samples)
+    return [prompts[i : i + size] for i in range(0, len(prompts), max(1, size))]
 
 
 def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows: Sequence[Row]) -> Evaluation:

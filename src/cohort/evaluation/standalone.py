@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from cohort.jobs.sampler import load_on_device, make_sampler
 from cohort.models.config import read_context
 from cohort.models.device import choose_device, choose_dtype
 from cohort.models.files import digest_model, read_config
+from cohort.ranks.agree import agree_on_errors
 from cohort.rollout.episode import EpisodeSettings
 from cohort.rollout.producer import Producer
 from cohort.rollout.settings import describe_conversation, make_conversation_rules, make_conversation_turns
@@ -41,6 +43,7 @@ from cohort.text import PromptRenderer, RenderedPrompt, Tokenizer
 from cohort.text.framing import describe_template, read_template
 from cohort.text.plain import add_system, join_contents
 from cohort.types import Message, Prompt, Sampling
+from cohort.world import ONE_PROCESS, World
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +88,8 @@ class EvaluationResult:
 class ModelEvaluator:
     """A loaded model, or a connection to a server, that answers the problems of any number of tasks."""
 
-    def __init__(self, model: str, options: EvalOptions) -> None:
+    def __init__(self, model: str, options: EvalOptions, world: World = ONE_PROCESS) -> None:
+        self.world = world  # ranks that answer the problems together
         self.model = model
         self.options = options
         self.checkpoint: NamedCheckpoint | None = None  # None = the model is not named as part of a run
@@ -258,11 +262,16 @@ class ModelEvaluator:
 
         A date that the user asked for stays.
         """
-        known = load_evaluation(path).setting if path.exists() else read_journal_setting(path)
-        if self.options.date or known is None or not known.date or known.date == prepared.setting.date:
+        date = ""
+        if self.world.is_first:
+            known = load_evaluation(path).setting if path.exists() else read_journal_setting(path)
+            date = "" if known is None else known.date
+        # Only the first of several ranks needs the file.
+        date = self.world.share(date)
+        if self.options.date or not date or date == prepared.setting.date:
             return prepared
         assert self.folder is not None, "only a model that is loaded here has a date"
-        self.date = known.date
+        self.date = date
         self.tokenizer = Tokenizer.load(self.folder, self.date, read_template(self.options.template))
         return self.prepare(prepared.task)
 
@@ -275,51 +284,75 @@ class ModelEvaluator:
 
     def run(
         self, prepared: PreparedTask, out: Path, progress: Progress = lambda task, done, total: None
-    ) -> EvaluationResult:
+    ) -> EvaluationResult | None:
         """Evaluates a task and writes the evaluation to a file. Reads that instead if it exists with the same setting.
 
         `out` is a .json file, or a folder in which the file is named after the setting. `progress(task, done, total)`
         is called at the start and as problems are finished. An evaluation that was interrupted, or in which answers
         could not be scored, is completed. Raises RunError if the file holds another evaluation or another process
-        writes it, TrainingStopped if many answers cannot be scored.
+        writes it, TrainingStopped if many answers cannot be scored. Of several ranks the first one reads and writes the
+        file and returns the result; the others answer their part of the problems, and return None.
         """
+        world = self.world
         # A date that was not asked for is not part of the name, so that the same command finds the file on another day.
         file_name = make_file_name(replace(prepared.setting, date=self.options.date))
         path = out if out.suffix == ".json" and not out.is_dir() else out / file_name
         prepared = self._adopt_date(prepared, path)
+        existing = agree_on_errors(world, lambda: self._find_existing(path, prepared.setting))
+        # None on the other ranks: they learn from the first one whether there is anything to do.
+        is_done = world.share(existing is not None and not existing.num_failed)
+        if is_done:
+            return None if existing is None else EvaluationResult(evaluation=existing, path=path, is_new=False)
+        # Problems with an answer that could not be scored are answered again.
+        known = {} if existing is None else {item.id: item for item in existing.items if not item.has_failures}
         name = prepared.task.name
-        setting = prepared.setting
         num = len(prepared.prompts)
-        known: dict[str, EvalItem] = {}
-        if path.exists():
-            existing = load_evaluation(path)
-            if existing.setting != setting:
-                names = ", ".join(list_differences(existing.setting, setting))
-                raise RunError(
-                    f"{path} holds an evaluation with other settings ({names}); move it away and repeat the command, "
-                    "or choose another --out."
-                )
-            if not existing.num_failed:
-                return EvaluationResult(evaluation=existing, path=path, is_new=False)
-            # Problems with an answer that could not be scored are answered again.
-            known = {item.id: item for item in existing.items if not item.has_failures}
-        scoring = self.options.scoring
-        with Journal(path, setting) as journal, start_scorer(prepared.task, scoring, rules=prepared.rules) as scorer:
-            producer = Producer(self.engine, scorer, prepared.stream, self._make_episode_settings(prepared))
+        with ExitStack() as stack:
+            journal = agree_on_errors(world, lambda: self._open_journal(stack, path, prepared.setting))
+            scorer = stack.enter_context(start_scorer(prepared.task, self.options.scoring, rules=prepared.rules))
+            settings = self._make_episode_settings(prepared)
+            producer = Producer(self.engine, scorer, prepared.stream, settings, world=world)
             # What an interrupted evaluation has finished.
-            known |= journal.items
+            known |= {} if journal is None else journal.items
             progress(name, len(known), num)
 
             def keep_item(item: EvalItem) -> None:
                 """Writes a finished problem to the journal, adds it to `known`, and shows the progress."""
-                journal.add(item)
-                known[item.id] = item
-                progress(name, len(known), num)
+                if journal is not None:
+                    journal.add(item)
+                    known[item.id] = item
+                    progress(name, len(known), num)
 
-            evaluation = evaluate(producer, prepared.prompts, setting, self._spell_prompt, dict(known), keep_item)
-            assert evaluation is not None
+            # The others need not have the items that are known, only their names.
+            names = world.share(list(known))
+            items: dict[str, Any] = dict(known) if world.is_first else dict.fromkeys(names)
+            evaluation = evaluate(
+                producer, prepared.prompts, prepared.setting, self._spell_prompt, items, keep_item, world=world
+            )
+            if evaluation is None or journal is None:
+                return None
             journal.finish(evaluation)
         return EvaluationResult(evaluation=evaluation, path=path, is_new=True)
+
+    def _find_existing(self, path: Path, setting: EvalSetting) -> Evaluation | None:
+        """Returns the evaluation that the file at `path` holds; None if there is none, or another rank reads it.
+
+        Raises RunError if it has another setting.
+        """
+        if not self.world.is_first or not path.exists():
+            return None
+        existing = load_evaluation(path)
+        if existing.setting != setting:
+            names = ", ".join(list_differences(existing.setting, setting))
+            raise RunError(
+                f"{path} holds an evaluation with other settings ({names}); move it away and repeat the command, "
+                "or choose another --out."
+            )
+        return existing
+
+    def _open_journal(self, stack: ExitStack, path: Path, setting: EvalSetting) -> Journal | None:
+        """Opens the journal of an evaluation, which `stack` closes; None on ranks but the first."""
+        return stack.enter_context(Journal(path, setting)) if self.world.is_first else None
 
 
 def _warn_if_flattered(setting: EvalSetting) -> None:

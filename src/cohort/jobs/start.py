@@ -100,8 +100,8 @@ def resume_run(
 
     `steps` is the new total number of steps; None keeps the run's number. `changes` are other settings with new
     values, as words of a command line. The other parameters and signals are as in `start_run`. Only the first rank
-    reads `path`. Raises RunError if another process writes the run, or `steps` is less than before, and ConfigError if config.yaml
-    has values that no run may have.
+    reads `path`. Raises RunError if another process writes the run, or `steps` is less than before, and ConfigError if
+    config.yaml has values that no run may have.
     """
     opened = agree_on_errors(world, lambda: _open_locked(path, steps, changes) if world.is_first else None)
     directory, config = opened if opened is not None else (None, None)

@@ -14,7 +14,7 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 def is_rank() -> bool:
     """Returns whether a launcher has started this process as a rank. Raises ConfigError for half of its variables."""
-    missing = [name for name in _NAMES if not os.environ.get(name, "").isdecimal()]
+    missing = _list_missing()
     size = os.environ.get("WORLD_SIZE", "1")
     if missing and size.isdecimal() and int(size) > 1:
         raise ConfigError(
@@ -23,6 +23,16 @@ def is_rank() -> bool:
             "WORLD_SIZE."
         )
     return not missing
+
+
+def has_place() -> bool:
+    """Returns whether all variables of a rank are set. Unlike `is_rank` it never raises."""
+    return not _list_missing()
+
+
+def _list_missing() -> list[str]:
+    """Returns the names of a rank's variables that are not set, or are no numbers."""
+    return [name for name in _NAMES if not os.environ.get(name, "").isdecimal()]
 
 
 def read_place() -> tuple[int, int, int]:

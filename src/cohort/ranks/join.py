@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -62,6 +64,15 @@ def leave_ranks() -> None:
     """Closes the connections to the other ranks, if this process is a rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def closing_ranks() -> Iterator[None]:
+    """Context that closes the connections to the other ranks at its end."""
+    try:
+        yield
+    finally:
+        leave_ranks()
 
 
 def _read_minutes() -> float:

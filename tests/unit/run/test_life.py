@@ -28,7 +28,6 @@ from cohort.run.directory import RunDirectory
 from cohort.run.job import StepRecord, make_step_record
 from cohort.run.life import Run
 from cohort.run.naming import choose_checkpoint
-from cohort.run.silent import SilentRun
 from cohort.run.store.reader import Reader
 from cohort.run.store.records import Curve, RunDescription
 from cohort.run.store.rollouts import list_rollout_steps
@@ -463,25 +462,6 @@ def test_a_card_cannot_act_on_the_terminal_that_shows_it(tmp_path):
     run_counting_job(directory, make_view("plain", io.StringIO()))
     card = directory.card.read_text()
     assert "Recipe `a\\x1b[2J\\u202eb`" in card and not set("\x1b\u202e") & set(card)
-
-
-def test_a_silent_run_does_the_same_steps_and_leaves_nothing(tmp_path):
-    directory = RunDirectory.create(tmp_path, small_run(), "a")
-    loud = run_counting_job(directory, make_quiet_view())
-    longer = RunDirectory.open(directory.path).config
-    before = {path: path.stat().st_mtime_ns for path in directory.path.rglob("*")}
-    job = CountingJob()
-    with SilentRun(directory, dataclasses.replace(longer, steps=8), job) as run:
-        assert run.step == 6 and torch.equal(job.weights, loud.weights)  # from the newest checkpoint
-        done = []
-        for step in run.steps():
-            run.record_event("skip", "reported by the first rank")
-            run.show_notice("algo", "reported by the first rank")
-            run.end_step(step, StepRecord(metrics=job.update(pretend_groups(step))))
-            done.append(step)
-        run.finish()
-    assert done == [6, 7]
-    assert {path: path.stat().st_mtime_ns for path in directory.path.rglob("*")} == before
 
 
 CAMPAIGN = """

@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_a_real_run_records_how_it_ended(tmp_path: Path) -> None:
     assert (done.state, done.step, done.num_steps) == ("done", 6, 6)
     extended = RunDirectory.open(directory.path)
     extended.lock()
-    extended.adopt(dataclasses.replace(extended.config, steps=9))
+    extended.adopt(replace(extended.config, steps=9))
     extended.unlock()
     # All steps that it had are done, but no longer all that it has.
     assert (read(directory.path).state, read(directory.path).note) == ("stopped", "extended to 9 steps")

@@ -142,12 +142,6 @@ def test_when_every_prompt_is_too_long_it_says_so() -> None:
         hopeless.next_prompts(1)
 
 
-def test_an_impossible_shard_is_refused() -> None:
-    for shard in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(ValueError, match="shard"):
-            stream(shard=shard)
-
-
 def test_a_prompt_is_found_again_by_its_row_and_visit() -> None:
     source = stream()
     drawn = source.next_prompts(source.num_rows + 5)
@@ -244,34 +238,22 @@ def test_a_prompt_of_another_type_is_refused_with_task_and_row() -> None:
         stream(task=Odd()).next_prompts(1)
 
 
-def shards(size: int, **settings: Any) -> list[TaskStream]:
-    """Returns the prompt stream of every rank."""
-    return [stream(shard=(rank, size), **settings) for rank in range(size)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_every_rank_gets_as_many_as_it_asks_for_and_all_together_the_whole_stream(size: int) -> None:
-    whole, ranks = stream(), shards(size)
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("too_long", ["error", "skip"])
+def test_ranks_read_the_same_stream_and_each_renders_its_own_prompts(size: int, too_long: str) -> None:
+    """Where prompts may be skipped, all must be rendered to know which are."""
+    whole = stream(too_long=too_long)
+    ranks = [stream(too_long=too_long) for _ in range(size)]
     for num in (1, 6, 0, 4, 13):
-        expected, parts = whole.next_prompts(num * size), [rank.next_prompts(num) for rank in ranks]
-        assert [len(part) for part in parts] == [num] * size
-        assert {rank.cursor for rank in ranks} == {whole.cursor}
-        assert [part[place] for place in range(num) for part in parts] == expected  # rank 0, 1, ... in turn
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_rank_continues_from_its_cursor(size: int) -> None:
-    for rank in range(size):
-        whole, begun = stream(shard=(rank, size)).next_prompts(25), stream(shard=(rank, size))
-        assert begun.next_prompts(9) == whole[:9]
-        assert stream(shard=(rank, size), cursor=begun.cursor).next_prompts(16) == whole[9:]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_that_begin_at_any_cursor_share_the_prompts_after_it(size: int) -> None:
-    # A run with another number of ranks may have left the cursor at 5.
-    parts = [rank.next_prompts(4) for rank in shards(size, cursor=5)]
-    assert [part[place] for place in range(4) for part in parts] == stream(cursor=5).next_prompts(4 * size)
+        expected = whole.next_prompts(num)
+        parts = [one.next_prompts(num, lambda i, rank=rank: i % size == rank) for rank, one in enumerate(ranks)]
+        assert {one.cursor for one in ranks} == {whole.cursor}
+        for rank, part in enumerate(parts):
+            assert [(p.task, p.id, p.visit) for p in part] == [(p.task, p.id, p.visit) for p in expected]
+            assert part[rank::size] == expected[rank::size]
+            others = [p for i, p in enumerate(part) if i % size != rank]
+            assert all(bool(p.tokens) == (too_long == "skip") for p in others)
+            assert [ranks[rank].find_prompt(p.id, p.visit) for p in part] == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 10])
