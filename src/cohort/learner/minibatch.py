@@ -17,6 +17,7 @@ from cohort.algos.tally import Tally
 from cohort.data.batch import Batch, Floats, Microbatch, Minibatch
 from cohort.data.pack import pack_minibatch, with_old_logprobs
 from cohort.learner.base import TokenLogprobs
+from cohort.world import World
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,6 +98,16 @@ class TokenLoss:
             totals=self.totals,
             num_samples=micro.num_samples,
         )
+
+
+def sum_counts(minibatch: Minibatch, world: World) -> Totals:
+    """Returns the denominators of a minibatch, over all ranks. Every rank must call it."""
+    c = minibatch.counts
+    counts = torch.tensor([c.num_tokens, c.num_samples, c.num_prompts, c.num_first_tokens], dtype=torch.float64)
+    num_tokens, num_samples, num_prompts, num_first_tokens = world.sum(counts).tolist()
+    return Totals(
+        num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts, num_first_tokens=num_first_tokens
+    )
 
 
 def scatter_to_samples(batch: Batch, pieces: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Floats]:
