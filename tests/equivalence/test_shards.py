@@ -35,7 +35,7 @@ from tests.helpers.decoders_and_groups import small_decoder
 
 # Limit of a collective call: a rank whose partners have died ends after that time.
 LIMIT = timedelta(seconds=120)
-SHARDS = ("none", "optimizer")
+SHARDS = ("none", "optimizer", "full")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from cohort.data.batch import Microbatch
 from cohort.learner.attention import make_packed_attention
 from cohort.learner.base import CurrentWeights, LiveWeights, StateTensor
 from cohort.learner.head import GradientFunction, gradient_through_head, token_logprobs
+from cohort.learner.minibatch import slice_gradients
 from cohort.learner.optim import Optimizer, WholeOptimizer
 from cohort.learner.sharded import ShardedOptimizer
 from cohort.models.auto import AnyDecoder, AutoDecoder
@@ -70,6 +71,9 @@ class Backend(Protocol):
         log-probabilities and entropies, and returns the gradients of the loss on both. With `per_token` it may be
         called for one chunk of rows after the other; otherwise it is called once, for all rows.
         """
+
+    def divide_reference(self, reference: AnyDecoder | None) -> None:
+        """Divides the reference among the ranks, in place, if they divide the model. None = there is no reference."""
 
     def as_reference(self, reference: AnyDecoder | None) -> AbstractContextManager[None]:
         """Returns a context in which `logprobs` uses the reference policy in place of the trained one.
@@ -151,7 +155,7 @@ class _BaseBackend:
             if not per_token:
                 # Such a loss needs all log-probabilities first. The logits are computed again for the gradient.
                 row_gradients = gradient(slice(None), *token_logprobs(hidden, head, micro.targets, temperature))
-                gradient = _slice_gradients(row_gradients)
+                gradient = slice_gradients(row_gradients)
             # The head's gradient is added by hand: autograd would fill and add a table of vocabulary size each time.
             total = self.optimizer.master_grad(head) if head.requires_grad else None
             d_hidden = gradient_through_head(hidden, head, total, micro.targets, temperature, gradient)
@@ -160,6 +164,9 @@ class _BaseBackend:
                 hidden.backward(d_hidden)
                 self._add_embedding_gradient(micro, embedded)
         self.optimizer.collect_grads()
+
+    def divide_reference(self, reference: AnyDecoder | None) -> None:
+        """Does nothing: every rank has a whole model."""
 
     @contextmanager
     def as_reference(self, reference: AnyDecoder | None) -> Iterator[None]:
@@ -313,11 +320,20 @@ def make_backend(
     """Returns the backend for this decoder: a FusedBackend for the native decoder, an AutogradBackend for any other.
 
     It trains the `adapters`, or where they are None the decoder's weights. `shard` says what the ranks of `world`
-    divide among them, as the setting learner.shard does; auto stands for none, and one rank has nothing to divide.
+    divide among them, as the setting learner.shard does; auto stands for none, and one rank has nothing to divide. With
+    full it is a `ShardedBackend`, which trains a copy of the decoder.
     """
+    is_divided = world is not None and world.size > 1
+    if is_divided and shard == "full":
+        # Imported here because it imports much of torch.distributed, which one process does not need.
+        from cohort.learner.full import make_sharded_backend
+
+        assert world is not None
+        return make_sharded_backend(decoder, optim, adapters, world)
     module = decoder if adapters is None else adapters
     optimizer: Optimizer
-    if shard == "optimizer" and world is not None and world.size > 1:
+    if is_divided and shard == "optimizer":
+        assert world is not None
         optimizer = ShardedOptimizer(module, optim, world)
     else:
         optimizer = WholeOptimizer(module, optim)
@@ -328,17 +344,3 @@ def select_adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns those tensors of a learner's state that belong to adapters, by name without ADAPTER_PREFIX."""
     # Names first: a mapping may read its tensors from a file.
     return {name.removeprefix(ADAPTER_PREFIX): tensors[name] for name in tensors if name.startswith(ADAPTER_PREFIX)}
-
-
-def _slice_gradients(row_gradients: tuple[Tensor, Tensor | None]) -> GradientFunction:
-    """Returns a gradient function that only cuts rows out of gradients that were computed for all rows before.
-
-    `row_gradients` is (gradient on the log-probabilities [N], gradient on the entropies [N] or None if there is none).
-    """
-    d_logprobs, d_entropy = row_gradients
-
-    def gradient(rows: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the gradients of these rows."""
-        return d_logprobs[rows], None if d_entropy is None else d_entropy[rows]
-
-    return gradient

@@ -73,6 +73,7 @@ class LocalLearner(StoredLearner):
         self.config, self.optim = config, optim
         self.temperature = temperature
         self.reference = reference
+        self.backend.divide_reference(reference)
         self.num_updates = num_updates
         self.refresh_every = refresh_every
         self.token_budget = config.token_budget or CPU_BUDGET

@@ -17,6 +17,7 @@ from cohort.algos.tally import Tally
 from cohort.data.batch import Batch, Floats, Microbatch, Minibatch
 from cohort.data.pack import pack_minibatch, with_old_logprobs
 from cohort.learner.base import TokenLogprobs
+from cohort.learner.head import GradientFunction
 from cohort.world import World
 
 
@@ -166,3 +167,17 @@ def describe_layout(parts: Sequence[Minibatch], budget: int, sharing: bool) -> s
     if prompts:
         why = f"prompts once per group (once per sample would be {without_sharing} tokens)"
     return f"an update takes {num} tokens, at most {budget} at a time: {why}"
+
+
+def slice_gradients(row_gradients: tuple[Tensor, Tensor | None]) -> GradientFunction:
+    """Returns a gradient function that only cuts rows out of gradients that were computed for all rows before.
+
+    `row_gradients` is (gradient on the log-probabilities [N], gradient on the entropies [N] or None if there is none).
+    """
+    d_logprobs, d_entropy = row_gradients
+
+    def gradient(rows: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the gradients of these rows."""
+        return d_logprobs[rows], None if d_entropy is None else d_entropy[rows]
+
+    return gradient
