@@ -336,4 +336,4 @@ def test_training_raises_the_probability_of_a_rewarded_token(folders, dtype):
         learner.update(make_batch(groups), algo)
         engine.load(learner.weights(), version=step + 1)
     assert rewards[0] < 0.7 and rewards[-1] > 0.95, rewards
-    assert {t.dtype for t in learner.optimizer.state().values()} == {torch.float32}
+    assert {entry.dtype for entry in learner.optimizer.state().values()} == {torch.float32}

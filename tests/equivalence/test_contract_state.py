@@ -118,7 +118,7 @@ def test_4_7_masters_moments_and_gradients_of_a_bf16_run_are_fp32():
         optimizer = made.learner.optimizer
         assert stats.metrics["pack/microbatches"] > 1 and stats.metrics["updates/done"] == 1.0
         assert {p.dtype for p in made.model.decoder.parameters()} == {torch.bfloat16}
-        assert {t.dtype for t in optimizer.state().values()} == {torch.float32}
+        assert {entry.dtype for entry in optimizer.state().values()} == {torch.float32}
         assert {g.dtype for g in optimizer.grads()} == {torch.float32}
         for name, p in made.model.decoder.named_parameters():
             assert torch.equal(p, optimizer.masters[name].to(torch.bfloat16)), name
@@ -144,8 +144,8 @@ def test_4_8_a_step_without_signal_moves_nothing_though_there_is_momentum():
     """Step 1 fills Adam's moments, step 2 has constant rewards and weight decay is on: not a bit changes."""
     with built_job(small_run(optim=OptimConfig(lr=1e-3, weight_decay=0.1))) as made:
         assert run_steps(made, 1)[0][1].metrics["updates/done"] == 1.0
-        before, (moments, numbers) = weights(made), made.learner.state()
-        moments = {k: v.clone() for k, v in moments.items()}
+        before, state = weights(made), made.learner.state()
+        moments = {k: v.clone() for k, v in state.collect().items()}
         nothing = {"correct": 0.0, "format": 0.0}  # every reward 0
         made.producer.settings = replace(made.producer.settings, coefficients=nothing)
         groups, stats = run_steps(made, 1, first=1)[0]
@@ -153,10 +153,11 @@ def test_4_8_a_step_without_signal_moves_nothing_though_there_is_momentum():
         assert stats.metrics["updates/no_signal"] == 1.0 and stats.metrics["groups/constant_reward"] == len(groups)
         assert "updates/done" not in stats.metrics
         assert all(torch.equal(w, before[n]) for n, w in weights(made).items())
-        after, later = made.learner.state()
+        later = made.learner.state()
+        after = later.collect()
         assert all(torch.equal(after[k], moments[k]) for k in moments)
         # The schedule advances, Adam's count does not.
-        assert later == {**numbers, "update_index": 2}
+        assert later.numbers == {**state.numbers, "update_index": 2}
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6])
@@ -209,6 +210,7 @@ def test_4_10_two_learners_from_one_checkpoint_make_the_same_next_steps(tmp_path
         saved = weights(whole)
         expected = run_steps(whole, 2, first=2)
         last, evaluation, final = weights(whole), whole.evaluate(4), whole.make_checkpoint(4)
+        final_tensors = final.optimizer.collect()
     assert any(not torch.equal(start[n], w) for n, w in saved.items())
     for _ in range(2):
         with built_job(config) as resumed:
@@ -223,8 +225,9 @@ def test_4_10_two_learners_from_one_checkpoint_make_the_same_next_steps(tmp_path
             assert resumed.evaluate(4) == evaluation
             state = resumed.make_checkpoint(4)
             assert (state.step, state.cursor, state.numbers) == (final.step, final.cursor, final.numbers)
-            assert state.optimizer.keys() == final.optimizer.keys()
-            assert all(torch.equal(t, final.optimizer[k]) for k, t in state.optimizer.items())
+            tensors = state.optimizer.collect()
+            assert tensors.keys() == final_tensors.keys()
+            assert all(torch.equal(t, final_tensors[k]) for k, t in tensors.items())
     visits = {(g.prompt.id, g.prompt.visit) for groups, _ in expected for g in groups}
     assert len(visits) == 8 and {v for _, v in visits} == {0, 1}
 

@@ -271,10 +271,10 @@ def test_state_round_trip_continues_bit_for_bit():
     half = fresh()
     for seed in range(2):
         step(half, seed)
-    tensors, numbers = half.state()
+    state = half.state()
     resumed = fresh()
     resumed.decoder.load_state_dict(half.decoder.state_dict())
-    resumed.load_state({k: v.clone() for k, v in tensors.items()}, numbers)
+    resumed.load_state({k: v.clone() for k, v in state.collect().items()}, state.numbers)
     for seed in range(2, 4):
         again = step(resumed, seed)
     assert last == again

@@ -139,7 +139,7 @@ def test_a_step_moves_the_targets_by_their_factors_and_nothing_else(dtype):
         if (adapter := learner.adapters.by_name.get(name.removesuffix(".weight"))) is not None:
             exact = torch.addmm(to_hf_shape(name, old).float(), adapter.B, adapter.A, alpha=adapter.scale)
             assert torch.equal(to_hf_shape(name, mine), exact.detach().to(dtype)), name
-    assert {t.dtype for t in learner.state()[0].values()} == {torch.float32}
+    assert {entry.dtype for entry in learner.state().entries.values()} == {torch.float32}
 
 
 def test_in_bf16_updates_below_the_rounding_add_up_in_the_factors():
@@ -161,27 +161,27 @@ def test_a_step_without_signal_moves_nothing():
     algo = build_algorithm(GRPO(), 16)
     # This gives Adam a momentum that could move the factors.
     learner.update(make_batch(random_groups(seed=3)), algo)
-    before = {n: t.clone() for n, t in learner.state()[0].items()}
+    before = {n: t.clone() for n, t in learner.state().tensors()}
     weights = [p.clone() for p in learner.decoder.parameters()]
     groups = random_groups()
     for sample in (s for g in groups for s in g.samples):
         sample.advantage = 0.0
     metrics = learner.update(make_batch(groups), algo).metrics
     assert metrics["updates/no_signal"] == 1.0
-    assert all(torch.equal(t, before[n]) for n, t in learner.state()[0].items())
+    assert all(torch.equal(t, before[n]) for n, t in learner.state().tensors())
     assert all(torch.equal(p, w) for p, w in zip(learner.decoder.parameters(), weights, strict=True))
 
 
 def test_state_restores_factors_moments_and_the_merged_weights():
     algo, learner = build_algorithm(GRPO(), 16), make_learner(small_decoder())
     learner.update(make_batch(random_groups()), algo)
-    tensors, numbers = learner.state()
-    tensors = {n: t.clone() for n, t in tensors.items()}
+    state = learner.state()
+    tensors = {n: t.clone() for n, t in state.tensors()}
     decoder = small_decoder()
     other = LocalLearner(
         decoder, LearnerConfig(), OptimConfig(lr=1e-2), num_updates=10, adapters=Adapters(decoder, LORA, seed=9)
     )
-    other.load_state(tensors, numbers)
+    other.load_state(tensors, state.numbers)
     for a, b in ((learner, other),) * 2:
         assert all(torch.equal(p, q) for p, q in zip(a.decoder.parameters(), b.decoder.parameters(), strict=True))
         for one in (a, b):
@@ -193,7 +193,7 @@ def test_rank_0_is_a_run_without_adapters():
         assert parts.learner.adapters is None
         assert all(p.requires_grad for p in parts.model.decoder.parameters())
         run_steps(parts, 1)
-        tensors = parts.make_checkpoint(1).optimizer
+        tensors = parts.make_checkpoint(1).optimizer.entries
         assert {name.partition("/")[0] for name in tensors} == {"exp_avg", "exp_avg_sq"}
         assert "exp_avg/embed" in tensors and "lora" not in parts.make_checkpoint(1).numbers
 

@@ -22,7 +22,7 @@ from cohort.data.tensors import tensors_from_records, tensors_to_records
 from cohort.engines.base import Abilities, Event, Request, WorkCounters
 from cohort.engines.sync import WeightSync
 from cohort.jobs.build import RLJob, build_rl_job
-from cohort.learner.base import Annotations, Update
+from cohort.learner.base import Annotations, StateStream, Update
 from cohort.serialize import dumps, loads
 from cohort.types import Group, Provenance, Sample
 from cohort.world import ONE_PROCESS
@@ -131,8 +131,8 @@ class LearnerServer:
         return tensors_to_records(self.learner.weights())
 
     def state(self) -> list[Any]:
-        tensors, numbers = self.learner.state()
-        return [tensors_to_records(tensors.items()), numbers]
+        state = self.learner.state()
+        return [tensors_to_records(state.collect().items()), state.numbers]
 
 
 class RemoteEngine:
@@ -189,9 +189,9 @@ class RemoteLearner:
     def weights(self) -> ReceivedWeights:
         return ReceivedWeights(tensors_from_records(self.there.call("weights")))
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> StateStream:
         tensors, numbers = self.there.call("state")
-        return tensors_from_records(tensors), numbers
+        return StateStream.of(tensors_from_records(tensors), numbers)
 
 
 class SeparateJob(RLJob):

@@ -42,7 +42,7 @@ def export_adapters(path: Path, out: Path, which: str) -> Path:
         raise RunError(f"the run {path} has no adapters, because it trained every weight; leave out --adapters.")
     config = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
     base = name_for_other_programs(directory.config.model)
-    return save_adapters(select_adapter_tensors(state.optimizer), config, base, out)
+    return save_adapters(select_adapter_tensors(state.tensors), config, base, out)
 
 
 def _load_checkpoint(directory: RunDirectory, out: Path, which: str) -> Checkpoint:

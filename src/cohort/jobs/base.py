@@ -47,35 +47,68 @@ class TrainingJob:
         return []
 
     def write_model(self, folder: Path | str) -> None:
-        """Writes the current weights, config and tokenizer into `folder`, as a Hugging Face model folder."""
+        """Writes the current weights, config and tokenizer into `folder`, as a Hugging Face model folder.
+
+        With several ranks, `checkpoint_learner` must come before it. Then the first rank alone may call this.
+        """
+        if self.learner.world.size == 1:
+            self._update_decoder()
+        save_folder(self.model.decoder, self.model.hf_config, self.model.folder, Path(folder))
+
+    def _update_decoder(self) -> None:
+        """Copies the current weights into the job's own model, if the learner has another. Every rank must call it."""
         weights = self.learner.weights()
         decoder = self.model.decoder
-        # A learner in another process has a model of its own.
+        # A learner in another process has a model of its own, and so have ranks that divide the weights among them.
         if weights.module is not decoder:
             assert isinstance(decoder, Decoder), "a foreign model is trained in this process"
             copy_weights(weights, decoder)
-        save_folder(decoder, self.model.hf_config, self.model.folder, Path(folder))
 
     def checkpoint_learner(self, step: int, cursor: int) -> Checkpoint:
         """Returns a checkpoint with the learner's state after `step` completed steps. It does not contain the weights.
 
         `cursor` is the position in the prompt stream, or in the data, from which the run continues. Settings, digests
-        of the inputs, number of threads and version of torch are stored as well.
+        of the inputs, number of threads and version of torch are stored as well. Every rank must call it. Then the
+        first saves the checkpoint while the others assist it (`checkpoint.assist_save`).
         """
-        tensors, numbers = self.learner.state()
+        if self.learner.world.size > 1:
+            self._update_decoder()
+        state = self.learner.state()
         # The number of steps is the one setting that may change, so it is left out here.
         settings = dump_config(replace(self.config, steps=0))
-        numbers |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
+        numbers = {**state.numbers, "threads": torch.get_num_threads(), "torch": torch.__version__, "config": settings}
         numbers["inputs"] = self.inputs.to_json()
         if self.learner.adapters is not None:
             numbers["lora"] = asdict(self.learner.adapters.config)
-        return Checkpoint(step=step, cursor=cursor, optimizer=tensors, numbers=numbers)
+        return Checkpoint(step=step, cursor=cursor, optimizer=state, numbers=numbers)
 
     def restore_learner(self, state: Checkpoint) -> None:
         """Restores weights, the learner's state and torch's number of threads from a checkpoint, in place.
 
-        Raises RunError if the checkpoint was made with other settings than those of this job, or if model, adapters or
-        rows have changed since.
+        Every rank must call it. Only the first needs the files; `state` of the others may come from
+        `checkpoint.share`. Raises RunError if the checkpoint was made with other settings than those of this job, or if
+        model, adapters or rows have changed since.
+        """
+        saved = self._load_saved_model(state) if self.learner.world.is_first else None
+        self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))
+        # Sums depend on the number of threads, so the run keeps its number, also on a machine with fewer cores.
+        torch.set_num_threads(int(state.numbers["threads"]))
+        decoder = self.model.decoder
+        # Copied in place, because an engine may share the storage. With adapters, the learner merges the weights.
+        if self.learner.adapters is None:
+            if saved is not None:
+                decoder.load_state_dict(saved.state_dict())
+            for tensor in decoder.state_dict().values():
+                self.learner.world.broadcast(tensor)
+            self.learner.load_weights(decoder)
+        self.learner.load_state(state.tensors, state.numbers)
+        if self.learner.adapters is not None and saved is not None:
+            _require_equal_weights(decoder, saved, self.config.model)
+
+    def _load_saved_model(self, state: Checkpoint) -> AnyDecoder:
+        """Returns the model of a checkpoint, after comparing the checkpoint's settings and inputs with this job's.
+
+        Raises RunError where they differ.
         """
         assert state.model is not None
         # <run>/checkpoints/<step>/model: the third folder above the model is the run.
@@ -84,17 +117,7 @@ class TrainingJob:
         saved_with.require_same_settings(self.config)
         # Checkpoints of earlier versions have no digests.
         require_same_inputs(state.numbers.get("inputs", {}), self.inputs, self.config, saved_with.path)
-        self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))
-        # Sums depend on the number of threads, so the run keeps its number, also on a machine with fewer cores.
-        torch.set_num_threads(int(state.numbers["threads"]))
-        decoder = self.model.decoder
-        saved = load_folder(state.model, decoder.embed.dtype).decoder
-        # Copied in place, because an engine may share the storage. With adapters, the learner merges the weights.
-        if self.learner.adapters is None:
-            decoder.load_state_dict(saved.state_dict())
-        self.learner.load_state(state.optimizer, state.numbers)
-        if self.learner.adapters is not None:
-            _require_equal_weights(decoder, saved, self.config.model)
+        return load_folder(state.model, self.model.decoder.embed.dtype).decoder
 
     def __enter__(self) -> Self:
         return self

@@ -17,11 +17,16 @@ from torch import Tensor
 from cohort.config.schema import OptimConfig
 from cohort.data.batch import Microbatch
 from cohort.learner.attention import make_packed_attention
+from cohort.learner.base import CurrentWeights, LiveWeights, StateTensor
 from cohort.learner.head import GradientFunction, gradient_through_head, token_logprobs
-from cohort.learner.optim import Optimizer
+from cohort.learner.minibatch import slice_gradients
+from cohort.learner.optim import Optimizer, WholeOptimizer
+from cohort.learner.sharded import ShardedOptimizer
 from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.decoder import Decoder, redirect_gradients
+from cohort.models.functions import widen
 from cohort.models.lora import Adapters
+from cohort.world import World
 
 # Prefix of the names of adapter tensors in the learner's state.
 ADAPTER_PREFIX = "adapter/"
@@ -30,9 +35,28 @@ ADAPTER_PREFIX = "adapter/"
 class Backend(Protocol):
     """One model as the step logic of the learner sees it. Everything here concerns one rank."""
 
-    decoder: AnyDecoder
-    optimizer: Optimizer
-    adapters: Adapters | None
+    @property
+    def decoder(self) -> AnyDecoder:
+        """The model that is trained."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, with master weights and gradients."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained; None = the weights of the decoder are trained."""
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether a rank may repeat its passes without the others."""
+
+    def in_step(self, num_passes: int) -> AbstractContextManager[None]:
+        """Returns a context for all passes of this rank over a minibatch, of which there are `num_passes`.
+
+        Where ranks must make equally many passes, one with fewer than others makes the missing ones at the end, without
+        effect. All ranks must enter it.
+        """
 
     def logprobs(self, micro: Microbatch, temperature: float) -> Tensor:
         """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host, without gradient.
@@ -48,6 +72,9 @@ class Backend(Protocol):
         called for one chunk of rows after the other; otherwise it is called once, for all rows.
         """
 
+    def divide_reference(self, reference: AnyDecoder | None) -> None:
+        """Divides the reference among the ranks, in place, if they divide the model. None = there is no reference."""
+
     def as_reference(self, reference: AnyDecoder | None) -> AbstractContextManager[None]:
         """Returns a context in which `logprobs` uses the reference policy in place of the trained one.
 
@@ -58,10 +85,25 @@ class Backend(Protocol):
     def step(self, lr: float, scale: float) -> None:
         """Makes one optimizer step with learning rate `lr`, after multiplying the gradients by `scale` in place."""
 
-    def state(self) -> dict[str, Tensor]:
+    def weights(self) -> CurrentWeights:
+        """Returns the current weights. Iterating over them yields (Hugging Face name, tensor)."""
+
+    def load_weights(self, decoder: AnyDecoder) -> None:
+        """Replaces the weights by those of `decoder`. Does nothing where that is the decoder that is trained."""
+
+    def refresh(self, reference: AnyDecoder) -> None:
+        """Replaces the weights of the reference by the current ones."""
+
+    def reference_state(self, reference: AnyDecoder) -> dict[str, StateTensor]:
+        """Returns the weights of the reference by parameter name, in at least fp32."""
+
+    def load_reference(self, reference: AnyDecoder, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the weights of the reference by those that `reference_state` returned."""
+
+    def state(self) -> dict[str, StateTensor]:
         """Returns the optimizer's tensors by name (moments, copied masters), and the adapters where they are trained.
 
-        The names of adapter tensors begin with ADAPTER_PREFIX. The tensors are not copied.
+        The names of adapter tensors begin with ADAPTER_PREFIX.
         """
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
@@ -74,11 +116,17 @@ class Backend(Protocol):
 class _BaseBackend:
     """The code that both backends share."""
 
-    def __init__(self, decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None) -> None:
+    can_retry = True
+
+    def __init__(self, decoder: AnyDecoder, optimizer: Optimizer, adapters: Adapters | None) -> None:
         self.decoder = decoder
         self.adapters = adapters
-        self.optimizer = Optimizer(decoder if adapters is None else adapters, optim)
+        self.optimizer = optimizer
         self._policy: AnyDecoder = decoder  # the model that `logprobs` uses: the decoder, or the reference
+
+    def in_step(self, num_passes: int) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: passes of this rank concern no other."""
+        return nullcontext()
 
     def logprobs(self, micro: Microbatch, temperature: float) -> Tensor:
         """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host, without gradient.
@@ -107,7 +155,7 @@ class _BaseBackend:
             if not per_token:
                 # Such a loss needs all log-probabilities first. The logits are computed again for the gradient.
                 row_gradients = gradient(slice(None), *token_logprobs(hidden, head, micro.targets, temperature))
-                gradient = _slice_gradients(row_gradients)
+                gradient = slice_gradients(row_gradients)
             # The head's gradient is added by hand: autograd would fill and add a table of vocabulary size each time.
             total = self.optimizer.master_grad(head) if head.requires_grad else None
             d_hidden = gradient_through_head(hidden, head, total, micro.targets, temperature, gradient)
@@ -116,6 +164,9 @@ class _BaseBackend:
                 hidden.backward(d_hidden)
                 self._add_embedding_gradient(micro, embedded)
         self.optimizer.collect_grads()
+
+    def divide_reference(self, reference: AnyDecoder | None) -> None:
+        """Does nothing: every rank has a whole model."""
 
     @contextmanager
     def as_reference(self, reference: AnyDecoder | None) -> Iterator[None]:
@@ -146,13 +197,36 @@ class _BaseBackend:
         if self.adapters is not None:
             self.adapters.merge()
 
-    def state(self) -> dict[str, Tensor]:
+    def weights(self) -> LiveWeights:
+        """Returns the current weights, not copied. Iterating over them yields (Hugging Face name, tensor)."""
+        return LiveWeights(self.decoder)
+
+    def load_weights(self, decoder: AnyDecoder) -> None:
+        """Replaces the weights by those of `decoder`, in place. Does nothing where that is the trained one."""
+        if decoder is not self.decoder:
+            self.decoder.load_state_dict(decoder.state_dict())
+
+    def refresh(self, reference: AnyDecoder) -> None:
+        """Replaces the weights of the reference by the current ones, in place."""
+        reference.load_state_dict(self.decoder.state_dict())
+
+    def reference_state(self, reference: AnyDecoder) -> dict[str, StateTensor]:
+        """Returns the weights of the reference by parameter name, in at least fp32, because checkpoints store that."""
+        return {name: StateTensor.of(widen(p.detach())) for name, p in reference.named_parameters()}
+
+    def load_reference(self, reference: AnyDecoder, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the weights of the reference by those that `reference_state` returned, in place."""
+        for name, p in reference.named_parameters():
+            p.data.copy_(tensors[name])
+
+    def state(self) -> dict[str, StateTensor]:
         """Returns the optimizer's tensors by name (moments, copied masters), and adapters where they are trained.
 
-        The names of adapter tensors begin with ADAPTER_PREFIX. The tensors are not copied.
+        The names of adapter tensors begin with ADAPTER_PREFIX.
         """
         adapters = {} if self.adapters is None else self.adapters.tensors()
-        return self.optimizer.state() | {ADAPTER_PREFIX + name: tensor for name, tensor in adapters.items()}
+        entries = {ADAPTER_PREFIX + name: StateTensor.of(tensor) for name, tensor in adapters.items()}
+        return self.optimizer.state() | entries
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then.
@@ -240,28 +314,33 @@ class AutogradBackend(_BaseBackend):
         return hidden.index_select(0, micro.source)
 
 
-def make_backend(decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None) -> FusedBackend | AutogradBackend:
+def make_backend(
+    decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None, shard: str = "none", world: World | None = None
+) -> Backend:
     """Returns the backend for this decoder: a FusedBackend for the native decoder, an AutogradBackend for any other.
 
-    It trains the `adapters`, or where they are None the decoder's weights.
+    It trains the `adapters`, or where they are None the decoder's weights. `shard` says what the ranks of `world`
+    divide among them, as the setting learner.shard does; auto stands for none, and one rank has nothing to divide. With
+    full it is a `ShardedBackend`, which trains a copy of the decoder.
     """
-    return (FusedBackend if decoder.is_native else AutogradBackend)(decoder, optim, adapters)
+    is_divided = world is not None and world.size > 1
+    if is_divided and shard == "full":
+        # Imported here because it imports much of torch.distributed, which one process does not need.
+        from cohort.learner.full import make_sharded_backend
+
+        assert world is not None
+        return make_sharded_backend(decoder, optim, adapters, world)
+    module = decoder if adapters is None else adapters
+    optimizer: Optimizer
+    if is_divided and shard == "optimizer":
+        assert world is not None
+        optimizer = ShardedOptimizer(module, optim, world)
+    else:
+        optimizer = WholeOptimizer(module, optim)
+    return (FusedBackend if decoder.is_native else AutogradBackend)(decoder, optimizer, adapters)
 
 
 def select_adapter_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns those tensors of a learner's state that belong to adapters, by name without ADAPTER_PREFIX."""
-    return {name.removeprefix(ADAPTER_PREFIX): t for name, t in tensors.items() if name.startswith(ADAPTER_PREFIX)}
-
-
-def _slice_gradients(row_gradients: tuple[Tensor, Tensor | None]) -> GradientFunction:
-    """Returns a gradient function that only cuts rows out of gradients that were computed for all rows before.
-
-    `row_gradients` is (gradient on the log-probabilities [N], gradient on the entropies [N] or None if there is none).
-    """
-    d_logprobs, d_entropy = row_gradients
-
-    def gradient(rows: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the gradients of these rows."""
-        return d_logprobs[rows], None if d_entropy is None else d_entropy[rows]
-
-    return gradient
+    # Names first: a mapping may read its tensors from a file.
+    return {name.removeprefix(ADAPTER_PREFIX): tensors[name] for name in tensors if name.startswith(ADAPTER_PREFIX)}

@@ -5,10 +5,11 @@ It returns what it computed, and writes into no record of other code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from cohort.algos.algorithm import Loss
@@ -77,10 +78,61 @@ class Snapshot:
     """The whole state of a learner on the host, which a learner with other settings can take over."""
 
     weights: dict[str, Tensor]
-    tensors: dict[str, Tensor]  # those of `Learner.state`, and all master weights
+    tensors: dict[str, Tensor]  # those of `Learner.state`, and all master weights; by name
     numbers: dict[str, Any]
     reference: dict[str, Tensor] | None
     num_updates: int  # the length of the learning rate schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTensor:
+    """A tensor of a learner's state that is put together when it is read, from the parts that the ranks hold."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]  # returns the whole tensor, perhaps not copied; all ranks must call it
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Returns an entry for a tensor that every rank has whole."""
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda: tensor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateStream:
+    """The state of a learner as a checkpoint stores it: counters, and tensors of full shape, one at a time.
+
+    Names, shapes, types and values are the same whatever the number of ranks and their shards. So a run can go on with
+    another number.
+    """
+
+    numbers: dict[str, Any]  # counters by name
+    entries: Mapping[str, StateTensor]  # by name, in the same order on every rank
+    is_first: bool = True  # whether this rank gets the tensors
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Self:
+        """Returns a stream of tensors that are in memory."""
+        return cls(numbers=dict(numbers), entries={name: StateTensor.of(t) for name, t in tensors.items()})
+
+    def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yields (name, tensor) of all tensors on the first rank, and (name, None) on the others.
+
+        All ranks must run the iterator to its end, in step. A tensor may share memory with the learner. Beside its own
+        part of the state, no rank holds more than one tensor that was put together, unless the caller keeps it.
+        """
+        for name, entry in self.entries.items():
+            # Not kept in a variable: it would stay in memory while the next one is put together.
+            yield name, self._read(entry)
+
+    def _read(self, entry: StateTensor) -> Tensor | None:
+        """Returns the tensor of an entry on the first rank, and None on the others."""
+        tensor = entry.read()
+        return tensor if self.is_first else None
+
+    def collect(self) -> dict[str, Tensor]:
+        """Returns all tensors by name, on the first rank. The others get {}. All ranks must call it."""
+        return {name: tensor for name, tensor in self.tensors() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +143,19 @@ class LiveWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_weights()
+
+
+class CurrentWeights(Protocol):
+    """The current weights of a learner. Iterating over them yields (Hugging Face name, whole tensor).
+
+    Where the ranks divide the weights among them, tensors are gathered one by one: then all ranks must iterate.
+    """
+
+    @property
+    def module(self) -> Any:
+        """The decoder that holds the weights. An engine that samples from it has nothing to copy."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class Learner(Protocol):
@@ -131,18 +196,24 @@ class Learner(Protocol):
         The metrics are over all ranks, and those of entropies are left out.
         """
 
-    def weights(self) -> LiveWeights:
-        """Returns the current weights, not copied. Iterating over them yields (Hugging Face name, tensor)."""
+    def weights(self) -> CurrentWeights:
+        """Returns the current weights. Iterating over them yields (Hugging Face name, tensor), not copied if possible.
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns (tensors by name, counters by name).
+        Where the ranks divide the weights among them, all ranks must iterate.
+        """
+
+    def state(self) -> StateStream:
+        """Returns counters and tensors by name. The tensors are put together when they are read.
 
         The tensors are the optimizer's, those of adapters, and those of a reference that is refreshed during the run. A
-        checkpoint stores both results beside the weights, and a resumed run needs nothing else of the learner.
+        checkpoint stores counters and tensors beside the weights, and a resumed run needs nothing else of the learner.
         """
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restores the tensors and counters that `state` returned. The caller loads the weights."""
+        """Restores the tensors and counters of a `state`. The caller loads the weights. Every rank must call it.
+
+        Only the first rank needs the tensors. The others may pass {}.
+        """
 
     def snapshot(self) -> Snapshot:
         """Returns a copy of weights, optimizer state, adapters, counters and reference, in host memory."""

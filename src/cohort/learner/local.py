@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from cohort.algos.aggregate import Lengths, Totals
 from cohort.algos.algorithm import Loss
@@ -22,10 +20,10 @@ from cohort.algos.tally import Tally
 from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.data.batch import Batch, Floats, Minibatch
 from cohort.data.pack import longest_sample, make_batch, pack, pack_minibatch, with_old_logprobs
-from cohort.data.transfer import copy_to_device, copy_to_host
+from cohort.data.transfer import copy_to_device
 from cohort.errors import TrainingStopped
 from cohort.learner.backend import make_backend
-from cohort.learner.base import Annotations, Gradient, LiveWeights, MicrobatchOptions, Snapshot, Update
+from cohort.learner.base import Annotations, Gradient, MicrobatchOptions, Update
 from cohort.learner.minibatch import (
     MinibatchResult,
     TokenLoss,
@@ -33,9 +31,11 @@ from cohort.learner.minibatch import (
     make_token_logprobs,
     repack,
     scatter_to_samples,
+    sum_counts,
 )
-from cohort.learner.optim import Optimizer, global_norm, learning_rate
-from cohort.learner.plan import MemoryPlan
+from cohort.learner.optim import learning_rate
+from cohort.learner.plan import MemoryPlan, measure_memory
+from cohort.learner.state import StoredLearner
 from cohort.models.auto import AnyDecoder
 from cohort.models.lora import Adapters
 from cohort.types import Group, Provenance
@@ -45,11 +45,9 @@ from cohort.world import World
 CPU_BUDGET = 2048
 # Updates in a row with non-finite gradients after which the run stops. Each of them is skipped and counted.
 MAX_BAD_UPDATES = 5
-# Prefix of the names of the reference's tensors in the state. They are stored only where the reference moves.
-REFERENCE_PREFIX = "reference/"
 
 
-class LocalLearner:
+class LocalLearner(StoredLearner):
     """The learner of one process. It trains `decoder` in place, or its adapters.
 
     `num_updates` is the length of the learning rate schedule. `temperature` is that of sampling. `reference` is the
@@ -70,38 +68,20 @@ class LocalLearner:
         world: World | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self.backend = make_backend(decoder, optim, adapters)
+        self.world = world or World()
+        self.backend = make_backend(decoder, optim, adapters, config.shard, self.world)
         self.config, self.optim = config, optim
         self.temperature = temperature
         self.reference = reference
-        self.world = world or World()
+        self.backend.divide_reference(reference)
         self.num_updates = num_updates
         self.refresh_every = refresh_every
         self.token_budget = config.token_budget or CPU_BUDGET
         self._longest_sample = 0  # in tokens, of those that may still come; 0 = unknown
         self.plan: MemoryPlan | None = None
-        # Updates attempted. The schedule follows this count, so updates without signal advance it too.
-        self.update_index = 0
-        self.num_bad = 0  # updates with non-finite gradients since the last step that was made
         self._fitting_budget = 0  # tokens per microbatch that fitted after memory had run out; 0 = it never ran out
-        self._annotated_at = -1  # update_index at which old log-probabilities were last annotated
         self._layout_reported = False
         self._notices: list[tuple[str, str]] = []
-
-    @property
-    def decoder(self) -> AnyDecoder:
-        """The model that is trained."""
-        return self.backend.decoder
-
-    @property
-    def adapters(self) -> Adapters | None:
-        """The adapters that are trained; None = the weights of the decoder are trained."""
-        return self.backend.adapters
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, with master weights and gradients."""
-        return self.backend.optimizer
 
     def apply_plan(self, plan: MemoryPlan | None) -> None:
         """Sets the token budget and whether activations are recomputed, as the memory plan says; None changes neither.
@@ -210,8 +190,7 @@ class LocalLearner:
             metrics = self.forward_backward(minibatch, algo).tally.to_metrics()
         finally:
             self.world = own_world
-        masters = self.optimizer.masters.items()
-        tensors = {name: m.grad.detach().to("cpu", copy=True) for name, m in masters if m.grad is not None}
+        tensors = self.optimizer.full_grads()
         self.optimizer.zero_grad()
         return Gradient(tensors=tensors, metrics=metrics)
 
@@ -223,14 +202,15 @@ class LocalLearner:
         that exceeds the token budget.
         """
         minibatch = pack_minibatch(batch, 0, self.token_budget, self.config.prefix_sharing)
-        totals = self._sum_counts(minibatch)
+        totals = sum_counts(minibatch, self.world)
         result = MinibatchResult()
         device = self.decoder.embed.device
-        for micro in minibatch.microbatches:
-            weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
-            micro = micro.to(device)
-            loss = TokenLoss(algo, micro, copy_to_device(weights, device), bool(weights.all()), totals, result)
-            loss.measure(self.backend.logprobs(micro, self.temperature))
+        with self.backend.in_step(len(minibatch.microbatches)):
+            for micro in minibatch.microbatches:
+                weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
+                micro = micro.to(device)
+                loss = TokenLoss(algo, micro, copy_to_device(weights, device), bool(weights.all()), totals, result)
+                loss.measure(self.backend.logprobs(micro, self.temperature))
         metrics = result.tally.merge_ranks(self.world).to_metrics()
         return {name: value for name, value in metrics.items() if name != "entropy"}
 
@@ -241,7 +221,7 @@ class LocalLearner:
         """
         updates_per_refresh = self.refresh_every * self.config.epochs * self.config.minibatches
         if self.reference is not None and updates_per_refresh and self.update_index % updates_per_refresh == 0:
-            self.reference.load_state_dict(self.decoder.state_dict())
+            self.backend.refresh(self.reference)
 
     def _add_old_logprobs(self, minibatch: Minibatch, old_logprobs: dict[int, Floats]) -> Minibatch:
         """Returns the minibatch with the log-probabilities before the step's first update in its microbatches.
@@ -250,11 +230,13 @@ class LocalLearner:
         whole minibatch are computed with the current weights and added to this dict. A minibatch whose microbatches
         have them already is returned unchanged.
         """
-        if all(m.old_logprobs is not None for m in minibatch.microbatches):
-            return minibatch
-        if not old_logprobs.keys() >= set(minibatch.batch.sample_numbers(minibatch.index)):
-            old_logprobs |= self._compute_logprobs(minibatch)
-        return with_old_logprobs(minibatch, old_logprobs)
+        is_complete = all(m.old_logprobs is not None for m in minibatch.microbatches)
+        is_known = old_logprobs.keys() >= set(minibatch.batch.sample_numbers(minibatch.index))
+        # Called in any case, if need be for nothing: another rank may have something to compute, and ranks that divide
+        # the weights make their passes together.
+        missing = replace(minibatch, microbatches=[]) if is_complete or is_known else minibatch
+        old_logprobs |= self._compute_logprobs(missing)
+        return minibatch if is_complete else with_old_logprobs(minibatch, old_logprobs)
 
     def forward_backward(self, minibatch: Minibatch, algo: Loss) -> MinibatchResult:
         """Computes the gradient of a minibatch, summed over ranks, and leaves it in the gradients of the masters.
@@ -264,21 +246,9 @@ class LocalLearner:
         smaller.
         """
         # Collective calls stay outside the retries: every rank makes each of them once, however often it starts again.
-        result = self._accumulate_gradients(minibatch, self._sum_counts(minibatch), algo)
-        self._sum_grads_over_ranks()
+        result = self._accumulate_gradients(minibatch, sum_counts(minibatch, self.world), algo)
+        self.optimizer.reduce(self.world)
         return result
-
-    def _sum_counts(self, minibatch: Minibatch) -> Totals:
-        """Returns the denominators of a minibatch, over all ranks. Every rank must call it."""
-        c = minibatch.counts
-        counts = torch.tensor([c.num_tokens, c.num_samples, c.num_prompts, c.num_first_tokens], dtype=torch.float64)
-        num_tokens, num_samples, num_prompts, num_first_tokens = self.world.sum(counts).tolist()
-        return Totals(
-            num_tokens=num_tokens,
-            num_samples=num_samples,
-            num_prompts=num_prompts,
-            num_first_tokens=num_first_tokens,
-        )
 
     def _accumulate_gradients(self, minibatch: Minibatch, totals: Totals, algo: Loss) -> MinibatchResult:
         """Adds up the gradients of all microbatches of this rank, from zero, and returns metrics and log-probabilities.
@@ -295,6 +265,12 @@ class LocalLearner:
                 return self._run_microbatches(minibatch, totals, algo)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
+            if not self.backend.can_retry:
+                raise TrainingStopped(
+                    f"out of memory with {minibatch.largest_microbatch} tokens in a microbatch ({reason}). Ranks that "
+                    "divide the weights cannot start again one by one: resume the run on more ranks, or start a new "
+                    "one with a lower --learner.token_budget."
+                )
             # Outside the handler, because its exception keeps every tensor of the failed attempt in memory.
             minibatch = self._repack_smaller(minibatch, reason)
 
@@ -336,15 +312,16 @@ class LocalLearner:
         unmoved = self._annotated_at == self.update_index
         result = MinibatchResult()
         device = self.decoder.embed.device
-        for micro in minibatch.microbatches:
-            # Computed on the host, where a look at the values does not wait for a GPU.
-            weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
-            all_in_loss = bool(weights.all())
-            micro = micro.to(device)
-            if unmoved:
-                micro = replace(micro, old_logprobs=None)
-            loss = TokenLoss(algo, micro, copy_to_device(weights, device), all_in_loss, totals, result)
-            self.backend.backward(micro, self.temperature, loss.compute_gradient, algo.per_token)
+        with self.backend.in_step(len(minibatch.microbatches)):
+            for micro in minibatch.microbatches:
+                # Computed on the host, where a look at the values does not wait for a GPU.
+                weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
+                all_in_loss = bool(weights.all())
+                micro = micro.to(device)
+                if unmoved:
+                    micro = replace(micro, old_logprobs=None)
+                loss = TokenLoss(algo, micro, copy_to_device(weights, device), all_in_loss, totals, result)
+                self.backend.backward(micro, self.temperature, loss.compute_gradient, algo.per_token)
         return result
 
     def optim_step(self) -> dict[str, float]:
@@ -357,7 +334,7 @@ class LocalLearner:
         """
         lr = learning_rate(self.optim, self.update_index, self.num_updates)
         self.update_index += 1
-        norm = global_norm(self.optimizer.grads())
+        norm = self.optimizer.grad_norm()
         if not math.isfinite(norm):
             self.num_bad += 1
             if self.num_bad >= MAX_BAD_UPDATES:
@@ -382,21 +359,9 @@ class LocalLearner:
         They are those of the current policy, or of the reference inside `Backend.as_reference`.
         """
         micros = minibatch.microbatches
-        pieces = [(m.segments, self.backend.logprobs(m, self.temperature)) for m in micros]
+        with self.backend.in_step(len(micros)):
+            pieces = [(m.segments, self.backend.logprobs(m, self.temperature)) for m in micros]
         return scatter_to_samples(minibatch.batch, pieces)
-
-    def _sum_grads_over_ranks(self) -> None:
-        """Replaces the gradients of the masters by their sums over all ranks, in place. Every rank must call it.
-
-        With several ranks a missing gradient becomes zeros first. With one rank nothing happens.
-        """
-        if self.world.size == 1:
-            return
-        # Every rank must join every sum, also one that had no microbatch and so has no gradient.
-        for master in self.optimizer.masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            self.world.sum(master.grad)
 
     # ---- notices ---------------------------------------------------------------------------------------------
 
@@ -412,89 +377,14 @@ class LocalLearner:
 
     @contextmanager
     def _compare_with_plan(self, minibatch: Minibatch) -> Iterator[None]:
-        """Context around forward and backward of a minibatch. Where a memory plan is set, it measures GPU memory used.
+        """Context around forward and backward of a minibatch. The first one is compared with the memory plan, if set.
 
-        Afterwards it adds two notices: the plan, and by how many percent the plan was off. The plan is dropped, so
-        later calls do nothing. A minibatch without microbatches is not measured.
+        It adds two notices. The plan is dropped, so later calls do nothing. A minibatch without microbatches is not
+        measured.
         """
         if self.plan is None or not minibatch.microbatches:
             yield
             return
-        device = self.decoder.embed.device
-        # Only the first update is compared: the plan is dropped here.
         plan, self.plan = self.plan, None
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield
-        used = torch.cuda.max_memory_allocated(device) - before
-        percent_off = 100 * (plan.update_bytes_for(minibatch.largest_microbatch) / used - 1)
-        took = f"{used / 2**30:.1f} GiB with {minibatch.largest_microbatch} tokens at a time"
-        self._notices.append(("info", plan.description))
-        self._notices.append(("info", f"the first update took {took}: the plan is {percent_off:+.0f}% off"))
-
-    # ---- weights and state -----------------------------------------------------------------------------------
-
-    def weights(self) -> LiveWeights:
-        """Returns the current weights, not copied. Iterating over them yields (Hugging Face name, tensor)."""
-        return LiveWeights(self.decoder)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns (tensors by name, not copied; counters by name).
-
-        The tensors are the optimizer's, those of adapters, and those of the reference model if it is refreshed during
-        the run. The counters are "update_index", "num_bad" and "optimizer_steps".
-        """
-        tensors = self.backend.state()
-        # A reference that never moves is the initial model, which a resumed run loads again.
-        if self.reference is not None and self.refresh_every:
-            tensors |= {REFERENCE_PREFIX + name: p.detach() for name, p in self.reference.named_parameters()}
-        numbers = {"update_index": self.update_index, "num_bad": self.num_bad}
-        return tensors, {**numbers, "optimizer_steps": self.optimizer.num_steps}
-
-    def _restore_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restores counters, optimizer and adapters from what `state` or `snapshot` returned, but not the reference."""
-        self.update_index, self.num_bad = int(numbers["update_index"]), int(numbers["num_bad"])
-        # Earlier annotations were made with other weights.
-        self._annotated_at = -1
-        self.backend.load_state(tensors, int(numbers["optimizer_steps"]))
-
-    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restores counters, optimizer, adapters and a refreshed reference from what `state` returned.
-
-        The caller loads the weights. Raises RunError where a moment is missing, and ModelError where adapters do not
-        fit.
-        """
-        self._restore_state(tensors, numbers)
-        if self.reference is not None and self.refresh_every:
-            for name, p in self.reference.named_parameters():
-                p.data.copy_(tensors[REFERENCE_PREFIX + name])
-
-    def snapshot(self) -> Snapshot:
-        """Returns a copy of the learner's whole state, in host memory.
-
-        It has the weights, all master weights, optimizer state, adapters, counters, the reference model (None if there
-        is none) and the length of the learning rate schedule.
-        """
-        tensors, numbers = self.state()
-        # All masters, also those that are the weights: the weights of another learner may have another type.
-        masters = {f"master/{name}": master for name, master in self.optimizer.masters.items()}
-        return Snapshot(
-            weights=copy_to_host(self.decoder.state_dict()),
-            tensors=copy_to_host(tensors | masters),
-            numbers=numbers,
-            reference=None if self.reference is None else copy_to_host(self.reference.state_dict()),
-            num_updates=self.num_updates,
-        )
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Replaces weights (or adapters), optimizer state, counters and schedule length by those of a snapshot.
-
-        The reference is replaced too, if learner and snapshot both have one. The snapshot may come from a learner with
-        other settings, such as another number type.
-        """
-        self.num_updates = snapshot.num_updates
-        if self.adapters is None:
-            self.decoder.load_state_dict(snapshot.weights)
-        self._restore_state(snapshot.tensors, snapshot.numbers)
-        if self.reference is not None and snapshot.reference is not None:
-            self.reference.load_state_dict(snapshot.reference)
+        with measure_memory(plan, self.decoder.embed.device, minibatch.largest_microbatch, self._notices):
+            yield

@@ -17,6 +17,8 @@ from cohort.algos.tally import Tally
 from cohort.data.batch import Batch, Floats, Microbatch, Minibatch
 from cohort.data.pack import pack_minibatch, with_old_logprobs
 from cohort.learner.base import TokenLogprobs
+from cohort.learner.head import GradientFunction
+from cohort.world import World
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,6 +101,16 @@ class TokenLoss:
         )
 
 
+def sum_counts(minibatch: Minibatch, world: World) -> Totals:
+    """Returns the denominators of a minibatch, over all ranks. Every rank must call it."""
+    c = minibatch.counts
+    counts = torch.tensor([c.num_tokens, c.num_samples, c.num_prompts, c.num_first_tokens], dtype=torch.float64)
+    num_tokens, num_samples, num_prompts, num_first_tokens = world.sum(counts).tolist()
+    return Totals(
+        num_tokens=num_tokens, num_samples=num_samples, num_prompts=num_prompts, num_first_tokens=num_first_tokens
+    )
+
+
 def scatter_to_samples(batch: Batch, pieces: Sequence[tuple[Tensor, Tensor]]) -> dict[int, Floats]:
     """Returns one float64 array [T] per sample, by sample number, with values at its targets and 0 at other tokens.
 
@@ -155,3 +167,17 @@ def describe_layout(parts: Sequence[Minibatch], budget: int, sharing: bool) -> s
     if prompts:
         why = f"prompts once per group (once per sample would be {without_sharing} tokens)"
     return f"an update takes {num} tokens, at most {budget} at a time: {why}"
+
+
+def slice_gradients(row_gradients: tuple[Tensor, Tensor | None]) -> GradientFunction:
+    """Returns a gradient function that only cuts rows out of gradients that were computed for all rows before.
+
+    `row_gradients` is (gradient on the log-probabilities [N], gradient on the entropies [N] or None if there is none).
+    """
+    d_logprobs, d_entropy = row_gradients
+
+    def gradient(rows: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the gradients of these rows."""
+        return d_logprobs[rows], None if d_entropy is None else d_entropy[rows]
+
+    return gradient

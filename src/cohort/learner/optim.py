@@ -1,17 +1,24 @@
-"""AdamW on fp32 master weights, and the learning rate schedule with its warm-up."""
+"""AdamW on fp32 master weights, and the learning rate schedule with its warm-up.
+
+`WholeOptimizer` has all master weights on every rank. Those that divide them are in `sharded.py` and `full.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cohort.config.schema import OptimConfig
 from cohort.errors import RunError
+from cohort.learner.base import StateTensor
 from cohort.models.functions import Collector, add_product
+from cohort.world import World
 
 
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -34,7 +41,93 @@ def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
     return config.lr * (config.lr_floor + (1.0 - config.lr_floor) * remaining)
 
 
-class Optimizer:
+class Optimizer(Protocol):
+    """What a learner needs of an optimizer, however many ranks there are and whatever they divide among them."""
+
+    config: OptimConfig
+    num_steps: int  # that were made
+
+    def zero_grad(self) -> None:
+        """Removes all gradients."""
+
+    def collect_grads(self) -> None:
+        """Adds the gradients of low-precision parameters to those of their masters. Called after every microbatch."""
+
+    def collectors(self) -> dict[str, Collector]:
+        """Returns, by parameter name, a function per low-precision matrix that adds its gradient to its master's."""
+
+    def master_grad(self, param: Tensor) -> Tensor:
+        """Returns the gradient tensor of a parameter's master, to which the caller may add in place."""
+
+    def reduce(self, world: World) -> None:
+        """Replaces the gradients by their sums over all ranks. Every rank must call it, after its last microbatch."""
+
+    def grad_norm(self) -> float:
+        """Returns the Euclidean norm of the whole gradient, the same on every rank. Every rank must call it."""
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """Returns the summed gradient by parameter, as copies on the host. Every rank must call it.
+
+        A parameter without gradient may be left out.
+        """
+
+    def step(self, lr: float, scale: float) -> None:
+        """Makes one AdamW step with learning rate `lr`, after multiplying the gradients by `scale` in place.
+
+        Every rank must call it.
+        """
+
+    def state(self) -> dict[str, StateTensor]:
+        """Returns, by name, the two moments of each parameter and the masters of low-precision parameters.
+
+        The names are "exp_avg/...", "exp_avg_sq/..." and "master/...", followed by the parameter's name.
+        """
+
+    def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores what `state` returned, read by name. `num_steps` is the number of steps that were made until then.
+
+        Raises RunError where a moment is missing. Every rank must call it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class MasterPart:
+    """What AdamW needs of a master weight, or of a part of one: tensors of one shape, which it changes in place."""
+
+    master: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def apply_adamw(
+    parts: Sequence[MasterPart], config: OptimConfig, num_steps: int, lr: float, weight_decay: float
+) -> None:
+    """Updates masters and moments by AdamW, in place. This is optimizer step number `num_steps`, counted from 1.
+
+    It calls torch's kernel directly: torch's optimizer class imports the compiler, which takes a second per start.
+    """
+    if not parts:
+        return
+    count = torch.full((), float(num_steps), device=parts[0].master.device)
+    torch._fused_adamw_(
+        [p.master for p in parts],
+        [p.grad for p in parts],
+        [p.exp_avg for p in parts],
+        [p.exp_avg_sq for p in parts],
+        [],
+        [count] * len(parts),
+        lr=lr,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        weight_decay=weight_decay,
+        eps=config.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+class WholeOptimizer:
     """AdamW with master weights, gradients and moments of `module` in fp32 (fp64 for an fp64 module).
 
     An fp32 parameter is its own master. A parameter of lower precision has a master copy. The gradient of every
@@ -101,6 +194,26 @@ class Optimizer:
         """Returns the gradient tensors of all masters that have one, not copied."""
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
+    def reduce(self, world: World) -> None:
+        """Replaces the gradients of the masters by their sums over all ranks, in place. Every rank must call it.
+
+        With several ranks a missing gradient becomes zeros first. With one rank nothing happens.
+        """
+        if world.size == 1:
+            return
+        # Every rank must join every sum, also one that had no microbatch and so has no gradient.
+        for name in self.masters:
+            world.sum(self._ensure_grad(name))
+
+    def grad_norm(self) -> float:
+        """Returns the Euclidean norm of all gradients together; 0 if there are none."""
+        return global_norm(self.grads())
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """Returns the gradients of all masters that have one, by parameter, as copies on the host."""
+        masters = self.masters.items()
+        return {name: m.grad.detach().to("cpu", copy=True) for name, m in masters if m.grad is not None}
+
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
         """Makes one AdamW step with learning rate `lr`, after multiplying the gradients by `scale` in place.
@@ -113,48 +226,27 @@ class Optimizer:
         self.num_steps += 1
         trained = [n for n, m in self.masters.items() if m.grad is not None]
         # Weight decay is for matrices; norms and biases are not shrunk.
-        self._apply_adamw([n for n in trained if self.masters[n].ndim > 1], lr, self.config.weight_decay)
-        self._apply_adamw([n for n in trained if self.masters[n].ndim <= 1], lr, 0.0)
+        for names, weight_decay in (
+            ([n for n in trained if self.masters[n].ndim > 1], self.config.weight_decay),
+            ([n for n in trained if self.masters[n].ndim <= 1], 0.0),
+        ):
+            parts = [MasterPart(self.masters[n], self._ensure_grad(n), *self.moments[n]) for n in names]
+            apply_adamw(parts, self.config, self.num_steps, lr, weight_decay)
         for name, p in self.params.items():
             if self.masters[name] is not p:
                 p.copy_(self.masters[name])
 
-    def _apply_adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
-        """Updates the masters `names` and their moments by AdamW, in place. Each of these masters must have a gradient.
-
-        It calls torch's kernel directly: torch's optimizer class imports the compiler, which takes a second per start.
-        """
-        masters: list[Tensor] = [self.masters[n] for n in names]
-        if not masters:
-            return
-        count = torch.full((), float(self.num_steps), device=masters[0].device)
-        torch._fused_adamw_(
-            masters,
-            [m.grad for m in masters if m.grad is not None],
-            [self.moments[n][0] for n in names],
-            [self.moments[n][1] for n in names],
-            [],
-            [count] * len(names),
-            lr=lr,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            weight_decay=weight_decay,
-            eps=self.config.eps,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, StateTensor]:
         """Returns, by name, the two moments of each parameter, and the masters of low-precision parameters; not copied.
 
         The names are "exp_avg/...", "exp_avg_sq/..." and "master/...", followed by the parameter's name.
         """
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            tensors |= dict(zip(_moment_keys(name), self.moments[name], strict=True))
+            tensors |= dict(zip(moment_keys(name), self.moments[name], strict=True))
             if master is not self.params[name]:
                 tensors[f"master/{name}"] = master.detach()
-        return tensors
+        return {name: StateTensor.of(tensor) for name, tensor in tensors.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then.
@@ -163,21 +255,33 @@ class Optimizer:
         master is overwritten if `tensors` has a master for it; low-precision parameters are left to the caller.
         """
         self.num_steps = num_steps
-        for name, master in self.masters.items():
-            # A snapshot has masters of all parameters, a checkpoint only those that are copies.
-            if f"master/{name}" in tensors:
-                master.data.copy_(tensors[f"master/{name}"])
-            for key, moment in zip(_moment_keys(name), self.moments[name], strict=True):
-                if key not in tensors:
-                    raise RunError(
-                        f'the optimizer state of the checkpoint lacks the tensor "{key}". Move this checkpoint out of '
-                        "the run's folder checkpoints, then use cohort resume RUN: it takes the newest one left."
-                    )
-                moment.copy_(tensors[key])
+        targets = {n: (m.data, *self.moments[n]) for n, m in self.masters.items()}
+        for name, kind, tensor in read_state(tensors, targets):
+            targets[name][kind].copy_(tensor)
 
 
-def _moment_keys(name: str) -> tuple[str, str]:
-    """Returns the names under which `Optimizer.state` stores a parameter's first and second moment."""
+def read_state(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
+    """Yields (parameter, kind, tensor) of the stored state of the parameters `names`, one tensor at a time.
+
+    The kind is 0 for a master, 1 and 2 for the first and second moment. Masters that are not in `tensors` are left out.
+    Raises RunError where a moment is missing, before anything is read.
+    """
+    names = list(names)
+    for key in (key for name in names for key in moment_keys(name)):
+        if key not in tensors:
+            raise RunError(
+                f'the optimizer state of the checkpoint lacks the tensor "{key}". Move this checkpoint out of '
+                "the run's folder checkpoints, then use cohort resume RUN: it takes the newest one left."
+            )
+    for name in names:
+        # A snapshot has masters of all parameters, a checkpoint only those that are copies.
+        for kind, key in enumerate((f"master/{name}", *moment_keys(name))):
+            if kind or key in tensors:
+                yield name, kind, tensors[key]
+
+
+def moment_keys(name: str) -> tuple[str, str]:
+    """Returns the names under which `Optimizer.state` has a parameter's first and second moment."""
     return f"exp_avg/{name}", f"exp_avg_sq/{name}"
 
 
@@ -189,3 +293,10 @@ def _make_master(p: nn.Parameter) -> nn.Parameter:
 def global_norm(tensors: list[Tensor]) -> float:
     """Returns the Euclidean norm of all entries of all tensors together; 0 for an empty list."""
     return float(torch.stack(torch._foreach_norm(tensors)).double().norm()) if tensors else 0.0
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """Returns the sum of the squares of all entries of all tensors, as a float64 number on the host."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum().cpu()

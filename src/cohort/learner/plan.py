@@ -6,7 +6,11 @@ The counts follow what the code keeps: every tensor saved for the backward of a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from cohort.errors import ConfigError
 from cohort.learner.head import GPU_CHUNK_LOGITS
@@ -74,6 +78,24 @@ class MemoryPlan:
             f"{self.token_budget} tokens per microbatch",
         ]
         return ", ".join(parts + ["activations computed twice"] * self.recompute)
+
+
+@contextmanager
+def measure_memory(
+    plan: MemoryPlan, device: torch.device, tokens: int, notices: list[tuple[str, str]]
+) -> Iterator[None]:
+    """Context around an update on a GPU, whose largest microbatch has `tokens` tokens.
+
+    Afterwards it adds two notices (level, text): the plan, and by how many percent it was off.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield
+    used = torch.cuda.max_memory_allocated(device) - before
+    percent_off = 100 * (plan.update_bytes_for(tokens) / used - 1)
+    took = f"{used / 2**30:.1f} GiB with {tokens} tokens at a time"
+    notices.append(("info", plan.description))
+    notices.append(("info", f"the first update took {took}: the plan is {percent_off:+.0f}% off"))
 
 
 def num_params(c: ModelConfig) -> int:

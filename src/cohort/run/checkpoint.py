@@ -12,11 +12,12 @@ complete. Damage that happens later (a failing disk, a stray `rm`) is found by t
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ from cohort.system.json_text import make_record, read_json_file
 if TYPE_CHECKING:
     import torch
 
+    from cohort.learner.base import StateStream
+    from cohort.world import World
+
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
@@ -42,9 +46,17 @@ class Checkpoint:
 
     step: int
     cursor: int  # position in the prompt stream of the task, or in the data
-    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Tensors of full shape by name: a stream of the learner that is to be saved, or tensors that are read when they are
+    # looked up. On ranks that do not see the files it is {} after a checkpoint was loaded.
+    optimizer: Mapping[str, torch.Tensor] | StateStream = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)  # JSON: counters, controllers, thread count, versions
-    model: Path | None = None  # the folder of the weights; None = not saved yet
+    model: Path | None = None  # the folder of the weights; None = not saved yet, or this rank does not see the files
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of the optimizer by name, of a checkpoint that was loaded."""
+        assert isinstance(self.optimizer, Mapping), "a stream is for saving alone"
+        return self.optimizer
 
 
 def folder_name(step: int) -> str:
@@ -137,12 +149,11 @@ class _StoredFile:
 def load(path: Path) -> Checkpoint:
     """Returns the checkpoint in the folder `path`. Its weights are not loaded: `model` is their folder.
 
+    The optimizer's tensors are read from the file when they are looked up.
+
     Every file is first compared with its recorded size and checksum. Raises RunError if a file is missing or damaged,
     or the format is newer than this version knows; the message says from where the run can continue.
     """
-    # Imported here because it imports torch: a wrong name of a checkpoint must not wait for that.
-    from safetensors.torch import load_file
-
     problem, state = check_files(path)
     if state.get("format", FORMAT) > FORMAT:
         raise RunError(
@@ -155,7 +166,7 @@ def load(path: Path) -> Checkpoint:
             f"`cohort resume {path.parent.parent}`: {_describe_resume_point(path)}."
         )
     try:
-        optimizer = load_file(path / "optimizer.safetensors")
+        optimizer = StoredTensors(path / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"the checkpoint {path} cannot be read ({error}). Move it away, then continue the run with "
@@ -249,27 +260,83 @@ def remove_leftovers(directory: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def _write_optimizer(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes the optimizer's tensors, by parameter name, to the file `path`, without rounding.
+class StoredTensors(Mapping[str, "torch.Tensor"]):
+    """The tensors in a safetensors file by name. A tensor is read when it is looked up, and not kept."""
 
-    Raises ValueError for a tensor that is not float32 (or float64, which occurs in tests).
+    def __init__(self, path: Path) -> None:
+        # Imported here because it imports torch: a wrong name of a checkpoint must not wait for that.
+        from safetensors import safe_open
+
+        self._file = safe_open(path, framework="pt")
+        self._names: dict[str, None] = dict.fromkeys(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def share(checkpoint: Checkpoint | None, world: World) -> Checkpoint | None:
+    """Returns the checkpoint of the first rank on every rank; None if that passes None. The others pass anything.
+
+    On the others it has no tensors and no folder: a learner reads its state through the first rank.
+    """
+    found = checkpoint
+    content = None if found is None else {"step": found.step, "cursor": found.cursor, "numbers": found.numbers}
+    content = world.share(content)
+    return checkpoint if world.is_first or content is None else Checkpoint(**content)
+
+
+def assist_save(checkpoint: Checkpoint) -> None:
+    """Does the part of the other ranks while the first one saves the same checkpoint with `save`."""
+    if not isinstance(checkpoint.optimizer, Mapping):
+        for _ in checkpoint.optimizer.tensors():
+            pass
+
+
+_DTYPE_NAMES = {"torch.float32": "F32", "torch.float64": "F64"}  # names of types in a safetensors file
+
+
+def _write_optimizer(path: Path, optimizer: Mapping[str, torch.Tensor] | StateStream) -> None:
+    """Writes the optimizer's tensors, by parameter name, to the file `path`, without rounding and one by one.
+
+    The file has the bytes that the library safetensors would write. Raises ValueError for a tensor that is not float32
+    (or float64, which occurs in tests).
     """
     import torch
-    from safetensors.torch import save_file
 
-    for parameter, tensor in tensors.items():
-        if tensor.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f'the optimizer state "{parameter}" is {tensor.dtype}, but must be float32 (or float64)')
-    save_file({parameter: _copy_if_shared(tensor.detach().cpu()) for parameter, tensor in tensors.items()}, path)
+    from cohort.learner.base import StateStream
 
-
-def _copy_if_shared(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself, or a contiguous copy if it is not contiguous or is a view of a larger one.
-
-    The library safetensors refuses such tensors.
-    """
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if is_whole else tensor.contiguous().clone()
+    stream = StateStream.of(optimizer, {}) if isinstance(optimizer, Mapping) else optimizer
+    for parameter, entry in stream.entries.items():
+        if str(entry.dtype) not in _DTYPE_NAMES:
+            raise ValueError(f'the optimizer state "{parameter}" is {entry.dtype}, but must be float32 (or float64)')
+    header: dict[str, Any] = {}
+    offsets: dict[str, int] = {}
+    end = 0
+    # The order of the library: wide types first, then by name.
+    for name, entry in sorted(stream.entries.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        offsets[name], end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
+        place = {"data_offsets": [offsets[name], end]}
+        header[name] = {"dtype": _DTYPE_NAMES[str(entry.dtype)], "shape": list(entry.shape), **place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Padded, such that the tensors begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in stream.tensors():
+            assert tensor is not None, "only the first rank writes"
+            file.seek(8 + len(text) + offsets[name])
+            file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            # Freed here: otherwise two tensors would be in memory while the next one is put together.
+            del tensor
 
 
 def _write_state(folder: Path, checkpoint: Checkpoint) -> None:

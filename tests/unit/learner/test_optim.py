@@ -14,7 +14,7 @@ from cohort.data.pack import make_batch
 from cohort.errors import RunError, TrainingStopped
 from cohort.learner import local
 from cohort.learner.local import LocalLearner
-from cohort.learner.optim import Optimizer, global_norm, learning_rate
+from cohort.learner.optim import WholeOptimizer, global_norm, learning_rate
 from cohort.models.functions import linear
 from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_decoder
 
@@ -38,7 +38,7 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
     return {"matrix": torch.randn(3, 2, generator=generator), "vector": torch.randn(4, generator=generator)}
 
 
-def advance(module: MatrixAndVector, optimizer: Optimizer, step: int, lr: float, scale: float) -> None:
+def advance(module: MatrixAndVector, optimizer: WholeOptimizer, step: int, lr: float, scale: float) -> None:
     """Makes one optimizer step with the gradients of step number `step`."""
     optimizer.zero_grad()
     for name, g in gradients(step).items():
@@ -72,11 +72,11 @@ STEPS = [(0.1, 1.0), (0.05, 0.5), (0.2, 1.0)]
 @pytest.mark.parametrize("restart", [False, True])
 def test_updates_equal_adamw_written_out(restart):
     module = MatrixAndVector(torch.float64)
-    optimizer = Optimizer(module, SETTINGS)
+    optimizer = WholeOptimizer(module, SETTINGS)
     for step, (lr, scale) in enumerate(STEPS):
         if restart and step == 2:
-            saved = {k: t.clone() for k, t in optimizer.state().items()}
-            optimizer = Optimizer(module, SETTINGS)
+            saved = {k: entry.read().clone() for k, entry in optimizer.state().items()}
+            optimizer = WholeOptimizer(module, SETTINGS)
             optimizer.load_state(saved, num_steps=2)
         advance(module, optimizer, step, lr, scale)
     assert optimizer.num_steps == 3
@@ -86,7 +86,7 @@ def test_updates_equal_adamw_written_out(restart):
 
 def test_a_bf16_parameter_follows_its_fp32_master():
     module = MatrixAndVector(torch.bfloat16)
-    optimizer = Optimizer(module, SETTINGS)
+    optimizer = WholeOptimizer(module, SETTINGS)
     before = {n: m.detach().clone() for n, m in optimizer.masters.items()}
     for step, (lr, scale) in enumerate(STEPS):
         advance(module, optimizer, step, lr * 1e-3, scale)
@@ -96,9 +96,9 @@ def test_a_bf16_parameter_follows_its_fp32_master():
         assert torch.equal(p, master.to(torch.bfloat16))
         # The master has more digits than the parameter.
         assert not torch.equal(p.float(), master)
-    saved = {k: t.clone() for k, t in optimizer.state().items()}
+    saved = {k: entry.read().clone() for k, entry in optimizer.state().items()}
     other = MatrixAndVector(torch.bfloat16)
-    resumed = Optimizer(other, SETTINGS)
+    resumed = WholeOptimizer(other, SETTINGS)
     other.load_state_dict(module.state_dict())
     resumed.load_state(saved, num_steps=3)
     advance(module, optimizer, 3, 1e-4, 1.0)
@@ -108,7 +108,7 @@ def test_a_bf16_parameter_follows_its_fp32_master():
 
 def test_microbatches_of_a_bf16_parameter_add_up_in_fp32():
     module = MatrixAndVector(torch.bfloat16)
-    optimizer = Optimizer(module, SETTINGS)
+    optimizer = WholeOptimizer(module, SETTINGS)
     # Added in bf16, the second and third value would vanish.
     for value in (1.0, 2.0**-10, 2.0**-10):
         module.vector.grad = torch.full((4,), value, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_microbatches_of_a_bf16_parameter_add_up_in_fp32():
 def test_collectors_add_gradients_of_low_precision_matrices_to_the_master():
     """The sum is exact (256 + 1 is 256 in bf16), and the parameter itself has no gradient."""
     module = MatrixAndVector(torch.bfloat16)
-    optimizer = Optimizer(module, SETTINGS)
+    optimizer = WholeOptimizer(module, SETTINGS)
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     for value in (256.0, 1.0):
         collect = optimizer.collectors()["matrix"]
@@ -134,19 +134,19 @@ def test_collectors_add_gradients_of_low_precision_matrices_to_the_master():
 
 def test_gradients_of_fp32_matrices_are_autograds():
     module = MatrixAndVector(torch.float32)
-    assert Optimizer(module, SETTINGS).collectors() == {}
+    assert WholeOptimizer(module, SETTINGS).collectors() == {}
     linear(torch.ones(1, 2), module.matrix).sum().backward()
     assert torch.equal(module.matrix.grad, torch.ones(3, 2))
 
 
 def test_a_checkpoint_without_a_moment_is_refused():
     module = MatrixAndVector(torch.float32)
-    optimizer = Optimizer(module, SETTINGS)
+    optimizer = WholeOptimizer(module, SETTINGS)
     advance(module, optimizer, 0, 0.1, 1.0)
-    saved = optimizer.state()
+    saved = {k: entry.read() for k, entry in optimizer.state().items()}
     del saved["exp_avg/vector"]
     with pytest.raises(RunError, match="exp_avg/vector"):
-        Optimizer(MatrixAndVector(torch.float32), SETTINGS).load_state(saved, num_steps=1)
+        WholeOptimizer(MatrixAndVector(torch.float32), SETTINGS).load_state(saved, num_steps=1)
 
 
 def test_schedules_by_hand():

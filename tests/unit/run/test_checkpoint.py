@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cohort.errors import ModelError, RunError
+from cohort.learner.base import StateStream, StateTensor
 from cohort.run import checkpoint
 from cohort.run.checkpoint import Checkpoint
 
@@ -293,3 +295,67 @@ def test_killed_while_writing_the_newest_checkpoint_loads(tmp_path):
     assert parent.returncode == 0
     checkpoint.remove_leftovers(folder)
     assert all(p.name.startswith("step-") for p in folder.iterdir())
+
+
+def awkward_tensors() -> dict[str, torch.Tensor]:
+    """Returns tensors of two types with names, shapes and strides that a writer could get wrong."""
+    generator = torch.Generator().manual_seed(0)
+    names = ["z", "a", "exp_avg/layers.10.out", "exp_avg/layers.2.out", "exp_avg_sq/a", "B", 'with "quotes"', "ä"]
+    tensors = {name: torch.randn(3, n + 1, generator=generator) for n, name in enumerate(names)}
+    tensors |= {"double": torch.randn(5, generator=generator).double(), "another double": torch.zeros(1).double()}
+    # -0.0, nan and denormals must survive.
+    return tensors | {
+        "odd": torch.tensor([-0.0, float("nan"), 1e-45]),
+        "empty": torch.zeros(0, 4),
+        "one": torch.ones(()),
+    }
+
+
+def test_the_file_has_the_bytes_that_the_library_would_write(tmp_path):
+    tensors = awkward_tensors()
+    path = checkpoint.save(tmp_path, Checkpoint(step=1, cursor=0, optimizer=tensors), write_nothing)
+    save_file(tensors, tmp_path / "expected")
+    assert (path / "optimizer.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def test_a_view_is_written_with_its_own_entries(tmp_path):
+    matrix = torch.arange(12.0).view(3, 4)
+    views = {"transposed": matrix.t(), "row": matrix[1]}
+    path = checkpoint.save(tmp_path, Checkpoint(step=1, cursor=0, optimizer=views), write_nothing)
+    stored = load_file(path / "optimizer.safetensors")
+    assert stored.keys() == views.keys() and all(torch.equal(t, views[n]) for n, t in stored.items())
+
+
+def test_a_stream_is_read_one_tensor_at_a_time(tmp_path):
+    """When a tensor is put together, none of those before it is in memory any more."""
+    tensors, made, alive = awkward_tensors(), [], []
+
+    def entry(name: str) -> StateTensor:
+        def read() -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in made))
+            whole = tensors[name].clone()
+            made.append(weakref.ref(whole))
+            return whole
+
+        return StateTensor(shape=tuple(tensors[name].shape), dtype=tensors[name].dtype, read=read)
+
+    stream = StateStream(numbers={}, entries={name: entry(name) for name in tensors})
+    path = checkpoint.save(tmp_path, Checkpoint(step=1, cursor=0, optimizer=stream), write_nothing)
+    save_file(tensors, tmp_path / "expected")
+    assert (path / "optimizer.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert len(alive) == len(tensors) and not any(alive)
+
+
+def test_stored_tensors_are_a_mapping_that_reads_when_asked(tmp_path):
+    tensors = awkward_tensors()
+    path = checkpoint.save(tmp_path, Checkpoint(step=1, cursor=0, optimizer=tensors), write_nothing)
+    stored = checkpoint.load(path).tensors
+    assert stored.keys() == tensors.keys() and len(stored) == len(tensors) and "z" in stored
+    assert all(torch.equal(stored[n], t) for n, t in tensors.items() if n != "odd")
+    with pytest.raises(KeyError, match="unknown"):
+        stored["unknown"]
+
+
+def write_nothing(folder: Path) -> None:
+    """Writes a model folder without a model."""
+    folder.mkdir()
