@@ -22,6 +22,10 @@ from torch import Tensor
 from cohort.errors import RankError
 from cohort.serialize import dumps, loads
 
+# Later versions of torch have other names for the same calls, and warn of the earlier ones.
+_SUM_SCATTERED = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_JOIN = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(slots=True)
 class Progress:
@@ -176,14 +180,14 @@ class ProcessGroup(World):
         """
         part = torch.empty(len(x) // self.size, dtype=x.dtype, device=self._device)
         with self.collective("sum_scattered", x.nbytes):
-            dist.reduce_scatter_tensor(part, x.to(self._device), group=self._group)
+            _SUM_SCATTERED(part, x.to(self._device), group=self._group)
         return part.to(x.device)
 
     def join(self, part: Tensor) -> Tensor:
         """Returns the parts of all ranks, flat and of equal length, one after another in rank order."""
         whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=self._device)
         with self.collective("join", part.nbytes):
-            dist.all_gather_into_tensor(whole, part.to(self._device).contiguous(), group=self._group)
+            _JOIN(whole, part.to(self._device).contiguous(), group=self._group)
         return whole.to(part.device)
 
     def broadcast(self, x: Tensor) -> Tensor:

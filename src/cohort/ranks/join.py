@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -57,6 +58,8 @@ def join_ranks(device: str) -> World:
             f"({str(error).strip().splitlines()[0]}). Start all ranks with the same number of ranks and address."
         ) from error
     _end_with_parent()
+    # torch warns of names of collectives that torch itself uses.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     return ProcessGroup()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.evaluation.records import Evaluation
-from cohort.run.checkpoint import Checkpoint
+from cohort.run.checkpoint import Checkpoint, assist_save
 from cohort.run.job import Job, StepRecord
 from cohort.run.signals import StopSignals
 from cohort.run.store.records import RunDescription
@@ -153,7 +153,7 @@ class FollowingRun:
         elif command.name == "prepare":
             job.prepare(Path())
         elif command.name == "checkpoint":
-            job.make_checkpoint(command.step)
+            assist_save(job.make_checkpoint(command.step))
         elif command.name == "restore":
             job.restore(Checkpoint(step=command.step, cursor=command.cursor, numbers=command.numbers))
             self.step = command.step
