@@ -9,6 +9,7 @@ says which rank waited, in which phase of which step.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,16 @@ class Grid:
 ONE_PROCESS = World()
 
 
+def shorten_reason(error: Exception) -> str:
+    """Returns the first sentence of an error of torch.distributed, without the place in its source.
+
+    >>> shorten_reason(RuntimeError("[/x/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically ..."))
+    'Connection closed by peer [127.0.0.1]:1'
+    """
+    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip())
+    return re.split(r"\.\s|\n", text, maxsplit=1)[0].rstrip(".") or type(error).__name__
+
+
 class ProcessGroup(World):
     """Ranks of torch.distributed, which the launcher has initialised, with a time limit.
 
@@ -151,11 +162,10 @@ class ProcessGroup(World):
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             at = f"in step {self.progress.step}" if self.progress.step else "before the first step"
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise RankError(
                 f"rank {dist.get_rank()} lost the other ranks during {self.progress.phase} {at}: one of them has "
-                f"ended, hangs, or cannot be reached ({reason}). Look for the first error of another rank, then use "
-                "cohort resume RUN."
+                f"ended, hangs, or cannot be reached ({shorten_reason(error)}). Look for the first error of another "
+                "rank, then use cohort resume RUN."
             ) from error
 
     def _run_on_device(self, x: Tensor, call: Callable[[Tensor], Any]) -> Tensor:

@@ -30,14 +30,14 @@ _TICK_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch_ranks(args: Sequence[str], num_ranks: int) -> int:
-    """Runs `cohort ARGS` as `num_ranks` ranks and returns the exit code of the first rank, when all have ended.
+def launch_ranks(args: Sequence[str], num_ranks: int, program: Sequence[str] = ("-m", "cohort")) -> int:
+    """Runs `cohort ARGS` as `num_ranks` ranks. Returns 0, or the exit code of the first that failed, when all ended.
 
-    Raises RankError, with the rank and how it ended, if a rank was killed; one that failed has said why itself.
+    `program` are other words for Python than those that run Cohort. Raises RankError, with the rank and how it ended, if a rank was killed; one that failed has said why itself.
     """
     with tempfile.TemporaryDirectory(prefix="cohort-ranks-") as folder, _forward_signals() as ranks:
         for rank in range(num_ranks):
-            command = [sys.executable, "-m", "cohort", *args]
+            command = [sys.executable, *program, *args]
             env = _make_environment(rank, num_ranks, Path(folder) / "rendezvous")
             # A session of its own: a Ctrl-C of the terminal comes from here, once.
             ranks.append(subprocess.Popen(command, env=env, start_new_session=True))

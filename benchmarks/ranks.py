@@ -1,0 +1,143 @@
+"""Steps of one rank and of several on the same machine: seconds, speed-up, and the bytes handed to collectives.
+
+    python benchmarks/ranks.py --ranks 1 2 --shape smollm2-135m --prompts 16 --samples 8 --tokens 64
+
+A step samples a batch, trains on it and hands the weights back to the engine, as a run does. Nothing is scored: rewards
+alternate between 0 and 1. Every rank has one thread. The numbers of ranks take turns, so that a machine that gets
+slower is slower for all. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from cohort.algos.algorithm import build_algorithm
+from cohort.config.algos import GRPO
+from cohort.config.engines import NativeEngine
+from cohort.config.schema import LearnerConfig, OptimConfig
+from cohort.engines.base import Request, sample
+from cohort.engines.factory import EngineModel, make_engine
+from cohort.learner.local import LocalLearner
+from cohort.loops.rl import update_policy
+from cohort.models.device import DTYPES
+from cohort.models.shapes import find_shape, make_random_decoder
+from cohort.ranks.groups import GroupMover
+from cohort.ranks.join import join_ranks, leave_ranks
+from cohort.ranks.launch import launch_ranks
+from cohort.types import Group, Key, Prompt, Provenance, Sampling
+
+
+def make_prompts(vocab: int, args: argparse.Namespace) -> list[Prompt]:
+    """Returns the prompts of the batch, made of random tokens, the same on every rank."""
+    rng = random.Random(0)
+    return [
+        Prompt(
+            task="bench",
+            id=str(n),
+            visit=0,
+            row={},
+            messages=[],
+            tokens=[rng.randrange(vocab) for _ in range(args.tokens)],
+            provenance=[int(Provenance.PROMPT)] * args.tokens,
+        )
+        for n in range(args.prompts)
+    ]
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Does the steps of one rank. The first rank writes seconds and bytes per step to the file `args.out`."""
+    torch.set_num_threads(1)
+    world = join_ranks("cpu")
+    decoder = make_random_decoder(find_shape(args.shape), DTYPES[args.dtype], torch.device("cpu"))
+    config = LearnerConfig(token_budget=4096, shard=args.shard)
+    learner = LocalLearner(decoder, config, OptimConfig(lr=1e-6), num_updates=1, world=world)
+    subject = EngineModel(decoder=decoder, context=2 * args.tokens)
+    engine = make_engine(NativeEngine(slots=args.prompts * args.samples), subject)
+    algo = build_algorithm(GRPO(), args.tokens)
+    mover = GroupMover(world)
+    own = make_prompts(decoder.config.vocab_size, args)[world.rank :: world.size]
+    seconds, traffic = [], []
+    for number in range(args.repeats + 1):
+        world.gather(0)  # all begin together
+        before = dict(world.progress.bytes_by_kind)
+        begin = time.perf_counter()
+        requests = [
+            Request(
+                id=f"{p.id}/{i}",
+                tokens=p.tokens,
+                sampling=Sampling(max_tokens=args.tokens),
+                key=Key(seed=0, purpose="bench", task="bench", prompt_id=p.id, visit=number, sample=i),
+            )
+            for p in own
+            for i in range(args.samples)
+        ]
+        done = sample(engine, requests)
+        groups = [Group(prompt=p, samples=[done[f"{p.id}/{i}"] for i in range(args.samples)]) for p in own]
+        for group in groups:
+            for i, member in enumerate(group.samples):
+                member.reward = float(i % 2)
+        groups, _ = update_policy(learner, algo, mover.divide(groups), config)
+        engine.load(learner.weights(), version=number + 1)
+        seconds.append(time.perf_counter() - begin)
+        traffic.append({k: v - before.get(k, 0) for k, v in world.progress.bytes_by_kind.items()})
+    if world.is_first:
+        # The first step warms up.
+        Path(args.out).write_text(json.dumps({"seconds": seconds[1:], "bytes": traffic[-1]}))
+    leave_ranks()
+
+
+def main() -> None:
+    """Measures each number of ranks in turn, and prints a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shard", default="none")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64, help="of a prompt, and of a completion")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=2, help="steps per turn, after one that is not counted")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    if args.out:
+        run_rank(args)
+        return
+    seconds: dict[int, list[float]] = {num: [] for num in args.ranks}
+    traffic: dict[int, dict[str, int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(args.turns):
+            for num in args.ranks:
+                out = Path(folder) / "result.json"
+                if launch_ranks([*sys.argv[1:], "--out", str(out)], num, program=[__file__]):
+                    raise SystemExit(f"{num} ranks failed")
+                found = json.loads(out.read_text())
+                seconds[num] += found["seconds"]
+                traffic[num] = found["bytes"]
+    load = os.getloadavg()[0]
+    print(f"{date.today()}, {args.shape}, {args.prompts} x {args.samples}, {args.tokens}/{args.tokens} tokens, ", end="")
+    print(f"{args.dtype}, shard {args.shard}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
+    print(f"{os.cpu_count()} cores, load {load:.1f}\n")
+    print("| ranks x 1 thread | step s (median) | fastest to slowest | speed-up | bytes to collectives per step |")
+    print("|---:|---:|---:|---:|---:|")
+    base = statistics.median(seconds[args.ranks[0]])
+    for num, values in seconds.items():
+        middle = statistics.median(values)
+        spread = f"{min(values):.2f} to {max(values):.2f}"
+        print(f"| {num} | {middle:.2f} | {spread} | {base / middle:.2f} | {sum(traffic[num].values()):,} |")
+
+
+if __name__ == "__main__":
+    main()

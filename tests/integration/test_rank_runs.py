@@ -1,0 +1,105 @@
+"""Runs on several ranks: what they train on, compute, record and save is what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.config.algos import ALGOS
+from tests.helpers.rank_runs import read_groups, read_metrics, read_tensors, run_together
+
+SMALL = [
+    *("--steps=2", "--batch.prompts=4", "--batch.samples=4", "--sampling.max-tokens=16", "--eval.problems=6"),
+    *("--task.train-size=24", "--task.test-size=12", "--learner.dtype=float64", "--threads=1"),
+]
+SHARDS = ("none", "optimizer", "full")
+# Refills, several optimizer steps per batch, and groups of earlier steps: what is decided over all ranks.
+DECIDED = ["--algo=dapo", "--learner.minibatches=2", "--learner.epochs=2", "--replay.prompts=2"]
+GIVEN = ["--steps=2", "--learner.dtype=float64", "--threads=1", "--learner.minibatches=2"]
+CASES: list[dict[str, Any]] = [
+    {"name": "plain", "recipe": "quickstart", "flags": SMALL},
+    {"name": "decided", "recipe": "quickstart", "flags": [*SMALL, *DECIDED, "--algo.correction.kind=truncate"]},
+    {"name": "continuous", "recipe": "quickstart", "flags": [*SMALL, "--algo=dapo", "--rollout.order=continuous"]},
+    # Fewer prompts than ranks: one has nothing to sample, and nothing to train on.
+    {"name": "one", "recipe": "quickstart", "flags": [*SMALL, "--batch.prompts=1", "--algo.kl.weight=0.1"]},
+    {"name": "sft", "recipe": "tiny_sft", "flags": [*GIVEN, "--batch.examples=5"]},
+    {"name": "dpo", "recipe": "tiny_dpo", "flags": [*GIVEN, "--batch.pairs=5", "--eval.problems=9"]},
+]
+SHARDED: list[dict[str, Any]] = [
+    *({"name": s, "recipe": "quickstart", "flags": [*SMALL, f"--learner.shard={s}"]} for s in SHARDS[1:]),
+    {"name": "tensor", "recipe": "quickstart", "flags": [*SMALL, "--learner.tensor=2"]},
+]
+# A run goes on with another number of ranks and other shards; here from two ranks, below from one.
+LATER: list[dict[str, Any]] = [
+    {"name": "tensor", "resume": 3, "flags": ["--learner.tensor=1", "--learner.shard=optimizer"]},
+    {"name": "optimizer", "resume": 3, "flags": ["--learner.shard=full"]},
+    {"name": "full", "resume": 3, "flags": ["--learner.shard=none", "--learner.tensor=2"]},
+]
+
+
+def compare_runs(found: Path, expected: Path, step: int) -> None:
+    """Compares metrics, samples token by token, weights and optimizer state of two runs."""
+    metrics, wanted = read_metrics(found), read_metrics(expected)
+    assert metrics.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-9), key
+    for ours, theirs in zip(read_groups(found), read_groups(expected), strict=True):
+        assert [g.prompt for g in ours] == [g.prompt for g in theirs]
+        assert [[s.tokens for s in g.samples] for g in ours] == [[s.tokens for s in g.samples] for g in theirs]
+        assert [[s.reward for s in g.samples] for g in ours] == [[s.reward for s in g.samples] for g in theirs]
+        assert [g.excluded for g in ours] == [g.excluded for g in theirs]
+        for g, h in zip(ours, theirs, strict=True):
+            for s, t in zip(g.samples, h.samples, strict=True):
+                assert s.advantage == pytest.approx(t.advantage, rel=1e-9, abs=1e-9)
+                assert (s.old_logprobs or []) == pytest.approx(t.old_logprobs or [], abs=1e-9)
+    tensors, others = read_tensors(found, step), read_tensors(expected, step)
+    assert tensors.keys() == others.keys()
+    for name, tensor in others.items():
+        assert tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype
+        assert float((tensors[name] - tensor).abs().max()) <= 1e-9 * max(1.0, float(tensor.abs().max())), name
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """All cases on one rank and on two, started once."""
+    alone, together = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("together")
+    run_together(alone, CASES, 1)
+    run_together(together, [*CASES, *SHARDED, *LATER], 2)
+    yield alone, together
+
+
+@pytest.mark.parametrize("name", [case["name"] for case in CASES])
+def test_two_ranks_do_what_one_process_does(folders: tuple[Path, Path], name: str) -> None:
+    alone, together = folders
+    compare_runs(together / name, alone / name, 2)
+    steps = read_groups(alone / name)
+    assert len(steps) == 2 and all(steps)
+
+
+def test_shards_and_numbers_of_ranks_change_no_result(folders: tuple[Path, Path]) -> None:
+    """Two steps with one division of the model, a third with another, and on one rank."""
+    alone, together = folders
+    run_together(alone, [{"name": "plain", "resume": 3}], 1)
+    for name in ("optimizer", "full", "tensor"):
+        compare_runs(together / name, alone / "plain", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_algorithm_on_every_shard(num_ranks: int, tmp_path: Path) -> None:
+    flags = ["--steps=5", "--eval.problems=8", "--learner.dtype=float64", "--threads=1", "--batch.prompts=8"]
+    alone: list[dict[str, Any]] = []
+    together: list[dict[str, Any]] = []
+    for algo in ALGOS:
+        case = {"name": algo, "recipe": "quickstart", "flags": [*flags, f"--algo={algo}"]}
+        alone.append(case)
+        for shard in SHARDS:
+            together.append({**case, "name": f"{algo}-{shard}", "flags": [*case["flags"], f"--learner.shard={shard}"]})
+        together.append({**case, "name": f"{algo}-tensor", "flags": [*case["flags"], "--learner.tensor=2"]})
+    run_together(tmp_path / "alone", alone, 1)
+    run_together(tmp_path / "together", together, num_ranks)
+    for case in together:
+        compare_runs(tmp_path / "together" / case["name"], tmp_path / "alone" / case["name"].rpartition("-")[0], 5)
