@@ -127,7 +127,9 @@ def main() -> None:
                 seconds[num] += found["seconds"]
                 traffic[num] = found["bytes"]
     load = os.getloadavg()[0]
-    print(f"{date.today()}, {args.shape}, {args.prompts} x {args.samples}, {args.tokens}/{args.tokens} tokens, ", end="")
+    print(
+        f"{date.today()}, {args.shape}, {args.prompts} x {args.samples}, {args.tokens}/{args.tokens} tokens, ", end=""
+    )
     print(f"{args.dtype}, shard {args.shard}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
     print(f"{os.cpu_count()} cores, load {load:.1f}\n")
     print("| ranks x 1 thread | step s (median) | fastest to slowest | speed-up | bytes to collectives per step |")

@@ -38,7 +38,8 @@ def do_case(folder: Path, case: str, world: World) -> None:
     spec = json.loads(case)
     try:
         if "resume" in spec:
-            resume_run(folder / spec["name"], build_job, spec["resume"], spec.get("flags", []), "plain", (), world)
+            changes = spec.get("flags", [])
+            resume_run(folder / spec["name"], build_job, spec["resume"], "plain", (), world, changes)
         else:
             config = agree_on_errors(world, lambda: settle_inputs(load_config(spec["recipe"], spec["flags"])))
             start_run(config, build_job, folder, "plain", (), spec["name"], world)

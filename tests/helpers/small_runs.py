@@ -85,7 +85,7 @@ def run_steps(job: RLJob, num: int, first: int = 0) -> list[tuple[list[Group], S
     """Does `num` steps of the real loop, and returns (groups, record) per step."""
     run = StepsInMemory(first, num)
     replay = RolloutReuse(job.config.replay, job.config.seed, Path())  # no rollout files are read
-    train(run, job.config, job.producer, job.learner, job.sync, job.algo, replay)
+    train(run, job.config, job.producer, job.learner, job.sync, job.algo, replay, job.mover)
     return run.ended
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cohort.config.section import at_least, at_most
 from cohort.errors import ConfigError
+from cohort.logs.printing import print_note
 from cohort.ranks.environment import is_rank
 from cohort.ranks.launch import launch_ranks, remove_flag
 
@@ -36,9 +37,17 @@ def start_ranks(args: Sequence[str], num_ranks: int) -> bool:
 
 def _count_gpus() -> int:
     """Returns the number of GPUs of this machine. Raises ConfigError if there is none."""
-    # Imported here because it takes longer.
-    import torch
+    # Imported here because it imports torch.
+    from cohort.ranks.join import count_gpus
 
-    if num := torch.cuda.device_count():
+    if num := count_gpus():
         return num
     raise ConfigError("--ranks 0 means one rank per GPU, and torch sees no GPU here. Give a number: --ranks 2.")
+
+
+def notice_idle_gpus(device: str) -> None:
+    """Says in one line that this process uses one of several GPUs, if that is so. `device` is the setting."""
+    from cohort.ranks.join import count_gpus
+
+    if not is_rank() and device != "cpu" and (num := count_gpus()) > 1:
+        print_note(f"this process uses one of {num} GPUs; --ranks 0 uses all of them")

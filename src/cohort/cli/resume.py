@@ -54,8 +54,8 @@ def run(args: list[str]) -> None:
                 "--learner.tensor and --scoring.x may change. Remove it, or start a new run with it: cohort train "
                 "RECIPE --flags."
             )
-    changes = [word for flag in changed for word in flag.words]
-    others = [word for flag in given if flag not in changed for word in flag.words]
+    changes = [word for flag in changed for word in flag.to_words()]
+    others = [word for flag in given if flag not in changed for word in flag.to_words()]
     about = (
         "Continue a run, or a sweep, exactly where it stopped. --learner.shard, --learner.tensor and --scoring.x may "
         "be given other values than before."

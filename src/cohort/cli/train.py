@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.cli.output import Log, choose_log, parse_sink_names
-from cohort.cli.ranks import start_ranks
+from cohort.cli.ranks import notice_idle_gpus, start_ranks
 from cohort.config import flags, load
 from cohort.errors import ConfigError
 from cohort.logs.legend import format_legend
@@ -67,6 +67,7 @@ def run(args: list[str]) -> None:
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.jobs import build
 
+    notice_idle_gpus(config.device)
     build.train(config, own.out, own.log, *own.sinks, name=own.name)
 
 

@@ -59,9 +59,8 @@ class Flag:
         """The flag as it is written on a command line, such as `--algo.clip-high`."""
         return format_flag(self.name)
 
-    @property
-    def words(self) -> list[str]:
-        """The flag and its values as words of a command line. A single value may begin with dashes."""
+    def to_words(self) -> list[str]:
+        """Returns the flag and its values as words of a command line. A single value may begin with dashes."""
         if len(self.values) == 1:
             return [f"{self.spelling}={self.values[0]}"]
         return [self.spelling, *self.values]

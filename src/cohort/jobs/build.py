@@ -271,7 +271,7 @@ def resume(path: Path, steps: int | None, log: str, *sinks: str, changes: Sequen
     """
     try:
         # The device is not known before the run is read, and only the first rank can read it.
-        return resume_run(path, build_job, steps, changes, log, sinks, join_ranks("auto"))
+        return resume_run(path, build_job, steps, log, sinks, join_ranks("auto"), changes)
     finally:
         leave_ranks()
 

@@ -91,10 +91,10 @@ def resume_run(
     path: Path,
     build_job: JobBuilder,
     steps: int | None,
-    changes: Sequence[str],
     log: str,
     sinks: Sequence[str],
     world: World = ONE_PROCESS,
+    changes: Sequence[str] = (),
 ) -> Path:
     """Continues the run in `path` from its newest checkpoint, and returns `path`.
 

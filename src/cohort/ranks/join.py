@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from cohort.errors import ConfigError, RankError
-from cohort.logs.printing import print_note
 from cohort.ranks.environment import RENDEZVOUS, count_local_ranks, is_rank, read_place
 from cohort.world import ONE_PROCESS, ProcessGroup, World
 
@@ -63,6 +61,11 @@ def join_ranks(device: str) -> World:
     return ProcessGroup()
 
 
+def count_gpus() -> int:
+    """Returns the number of GPUs of this machine that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def leave_ranks() -> None:
     """Closes the connections to the other ranks, if this process is a rank."""
     if dist.is_initialized():
@@ -98,8 +101,9 @@ def _end_with_parent() -> None:
         """Ends the process at once, wherever it is, when its parent is another than at the start."""
         while os.getppid() == parent:
             time.sleep(_PARENT_SECONDS)
-        print_note(f"cohort: rank {os.environ.get('RANK')} ends, because what started it has ended")
-        sys.stderr.flush()
+        # Not `print`: another thread may be in the middle of one.
+        with suppress(OSError):
+            os.write(2, f"cohort: rank {os.environ.get('RANK')} ends, because what started it has ended\n".encode())
         os._exit(2)
 
     threading.Thread(target=watch, daemon=True, name="parent").start()

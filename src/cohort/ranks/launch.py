@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import RankError
-from cohort.logs.printing import print_note
 from cohort.ranks.environment import RENDEZVOUS
 
 # Seconds that the other ranks get to end by themselves after one has failed.
@@ -81,7 +80,7 @@ def _make_environment(rank: int, num_ranks: int, rendezvous: Path) -> dict[str, 
         "LOCAL_WORLD_SIZE": str(num_ranks),
         RENDEZVOUS: str(rendezvous),
     }
-    # Nobody outside this machine can connect to ranks that listen on loopback.
+    # Other machines cannot connect to ranks that listen on loopback.
     for _, interface in socket.if_nameindex():
         if interface in ("lo", "lo0"):
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -141,11 +140,3 @@ def _name_signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def notice_idle_gpus() -> None:
-    """Says in one line that this process uses one of several GPUs, if that is so."""
-    import torch
-
-    if (num := torch.cuda.device_count()) > 1:
-        print_note(f"this process uses one of {num} GPUs; --ranks 0 uses all of them")

@@ -11,6 +11,7 @@ from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
 from cohort.jobs.start import resume_run
 from cohort.run.directory import RunDirectory
+from cohort.world import World
 from tests.helpers.pretend_run import small_run
 
 EDITS = {
@@ -22,7 +23,7 @@ EDITS = {
 }
 
 
-def refuse_to_build(config: RunConfig) -> Any:
+def refuse_to_build(config: RunConfig, world: World) -> Any:
     raise AssertionError("the job was built")
 
 

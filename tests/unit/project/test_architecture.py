@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "cohort"
 LAYERS = {
     0: ("types", "fates", "errors", "user_code", "registry", "system", "sandbox"),
     1: ("config", "text", "tools", "tasks", "judge", "examples", "scoring", "recipes"),
-    2: ("serialize", "world", "algos", "data"),
+    2: ("serialize", "world", "ranks", "algos", "data"),
     3: ("models",),
     4: ("engines", "learner"),
     5: ("rollout", "loops", "run", "evaluation", "logs", "plot"),
@@ -56,7 +56,7 @@ WALLS = {
     "vllm": ("engines.vllm",),
     "multiprocessing": ("scoring",),
     "torch": (
-        *("world", "algos", "data", "models", "engines", "learner"),
+        *("world", "ranks", "algos", "data", "models", "engines", "learner"),
         *("evaluation", "run", "loops", "jobs", "inspect"),
     ),
     "safetensors": ("serialize", "models", "run"),
@@ -162,8 +162,9 @@ MANY_PARAMETERS = {"learner.local:__init__": 9, "tasks.stream:__init__": 9}
 # user's function, users had tools and environments with limits and outcomes of calls, turns had advantages of their
 # own, and engines kept the keys and values of conversations between turns. It was 21,000 before rewards asked outside
 # services, with many answers at once, a journal and keys, groups were scored together, rewards were any number, and
-# tables of run.db had turns.
-MAX_PACKAGE = 22_300
+# tables of run.db had turns. It was 22,300 before several ranks trained together, with the optimizer, the whole model or
+# every matrix divided among them.
+MAX_PACKAGE = 25_000
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
     # The traces that SFT imitates among them, and the notations of mathematical answers. It was 4,600 before questions
     # that are answered by a search, and recipes for SFT and DPO on tasks and public data. It was 5,700 before programs

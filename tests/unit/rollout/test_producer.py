@@ -15,7 +15,8 @@ from cohort.errors import EngineError
 from cohort.fates import Fate
 from cohort.rollout import producer as module
 from cohort.rollout.ledger import Status
-from cohort.rollout.producer import MAX_REFILLS, Producer, RejectionRate
+from cohort.rollout.producer import Producer
+from cohort.rollout.refills import MAX_REFILLS, RejectionRate
 from cohort.types import Group, Outcome, Prompt
 from tests.helpers.engine_conformance import spell
 from tests.helpers.small_runs import LocalScorer, built_job, make_producer, small_run

@@ -11,7 +11,8 @@ from cohort.engines.base import Request
 from cohort.engines.scripted import Script, ScriptedEngine
 from cohort.errors import EngineError, TrainingStopped
 from cohort.rollout.episode import EpisodeSettings, make_answer
-from cohort.rollout.producer import MAX_REFILLS, Producer, stop_if_scoring_is_broken
+from cohort.rollout.producer import Producer, stop_if_scoring_is_broken
+from cohort.rollout.refills import MAX_REFILLS
 from cohort.types import Finish, Group, Key, Outcome, Prompt, Sample, Sampling
 from tests.helpers.engine_conformance import spell
 from tests.helpers.small_runs import LocalScorer
