@@ -191,7 +191,7 @@ class RemoteLearner:
 
     def state(self) -> StateStream:
         tensors, numbers = self.there.call("state")
-        return StateStream.of(tensors_from_records(tensors), numbers)
+        return StateStream.wrap(tensors_from_records(tensors), numbers)
 
 
 class SeparateJob(RLJob):

@@ -212,7 +212,7 @@ class _BaseBackend:
 
     def reference_state(self, reference: AnyDecoder) -> dict[str, StateTensor]:
         """Returns the weights of the reference by parameter name, in at least fp32, because checkpoints store that."""
-        return {name: StateTensor.of(widen(p.detach())) for name, p in reference.named_parameters()}
+        return {name: StateTensor.wrap(widen(p.detach())) for name, p in reference.named_parameters()}
 
     def load_reference(self, reference: AnyDecoder, tensors: Mapping[str, Tensor]) -> None:
         """Replaces the weights of the reference by those that `reference_state` returned, in place."""
@@ -225,7 +225,7 @@ class _BaseBackend:
         The names of adapter tensors begin with ADAPTER_PREFIX.
         """
         adapters = {} if self.adapters is None else self.adapters.tensors()
-        entries = {ADAPTER_PREFIX + name: StateTensor.of(tensor) for name, tensor in adapters.items()}
+        entries = {ADAPTER_PREFIX + name: StateTensor.wrap(tensor) for name, tensor in adapters.items()}
         return self.optimizer.state() | entries
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:

@@ -93,7 +93,7 @@ class StateTensor:
     read: Callable[[], Tensor]  # returns the whole tensor, perhaps not copied; all ranks must call it
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Self:
+    def wrap(cls, tensor: Tensor) -> Self:
         """Returns an entry for a tensor that every rank has whole."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda: tensor)
 
@@ -111,9 +111,9 @@ class StateStream:
     is_first: bool = True  # whether this rank gets the tensors
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Self:
+    def wrap(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Self:
         """Returns a stream of tensors that are in memory."""
-        return cls(numbers=dict(numbers), entries={name: StateTensor.of(t) for name, t in tensors.items()})
+        return cls(numbers=dict(numbers), entries={name: StateTensor.wrap(t) for name, t in tensors.items()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yields (name, tensor) of all tensors on the first rank, and (name, None) on the others.

@@ -32,7 +32,7 @@ from cohort.world import World
 GATHERED, REDUCED = "gather_weights", "reduce_gradients"
 
 
-class _Gather:
+class _GatherFunction:
     """The call that gathers parameters, for `fully_shard`. It is counted, and its failure names the rank."""
 
     def __init__(self, world: World) -> None:
@@ -50,7 +50,7 @@ class _Gather:
             return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _Reduce(_Gather):
+class _SumFunction(_GatherFunction):
     """The call that sums gradients, for `fully_shard`. Each rank gets the sum for its part."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:  # type: ignore[override]
@@ -60,7 +60,7 @@ class _Reduce(_Gather):
             return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-class _LossThroughHead(torch.autograd.Function):
+class _HeadLoss(torch.autograd.Function):
     """The loss behind the head as autograd sees it: a number whose gradient is known before the backward begins."""
 
     @staticmethod
@@ -126,8 +126,10 @@ class DividedModel(nn.Module):
         assert isinstance(module, FSDPModule)
         # Gradients are added up: the loss is divided by counts over all ranks.
         module.set_gradient_divide_factor(1.0)
-        module.set_custom_all_gather(_Gather(self._world))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(_Reduce(self._world))  # type: ignore[arg-type]
+        # Plain sums: gloo has no others.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_GatherFunction(self._world))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_SumFunction(self._world))  # type: ignore[arg-type]
 
     def _make_policy(self, module: nn.Module) -> MixedPrecisionPolicy:
         """Returns in which types a module is gathered and its gradient summed."""
@@ -149,9 +151,7 @@ class DividedModel(nn.Module):
         hidden = decoder(micro.tokens, micro.positions, attend).index_select(0, micro.source)
         if gradient is None:
             return token_logprobs(hidden, decoder.head_weight, micro.targets, temperature, with_entropy=False)[0]
-        loss: Tensor = _LossThroughHead.apply(
-            hidden, decoder.head_weight, micro.targets, temperature, gradient, per_token
-        )
+        loss: Tensor = _HeadLoss.apply(hidden, decoder.head_weight, micro.targets, temperature, gradient, per_token)
         return loss
 
     @torch.no_grad()

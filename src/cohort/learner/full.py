@@ -1,6 +1,6 @@
 """The learner of ranks that divide weights, gradients, masters and moments among them (learner.shard = full).
 
-The masters are the parts of a `DividedModel`. It is a copy: whoever samples keeps a whole model, and gets the weights
+The masters are the parts of a `DividedModel`. It is a copy: the engine samples from a whole model, and gets the weights
 from `ShardedBackend.weights`, gathered parameter by parameter.
 """
 
@@ -186,7 +186,7 @@ class ShardedBackend:
         self._policy = self._model  # the model that `logprobs` uses
         self.decoder = self._model.decoder
         self.optimizer = FullOptimizer(self._model, optim, world)
-        self._reduce_once = reduce_once
+        self.reduce_once = reduce_once
         self._num_passes_left = 0  # backward passes of all ranks in this minibatch
         self._idle = _make_idle_microbatch().to(self._device)
 
@@ -223,7 +223,7 @@ class ShardedBackend:
         The arguments are those of `Backend.backward`.
         """
         self._num_passes_left -= 1
-        self._model.reduce_next(not self._reduce_once or self._num_passes_left <= 0)
+        self._model.reduce_next(not self.reduce_once or self._num_passes_left <= 0)
         self._model(micro, temperature, gradient, per_token).backward()
 
     def divide_reference(self, reference: AnyDecoder | None) -> None:

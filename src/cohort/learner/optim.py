@@ -246,7 +246,7 @@ class WholeOptimizer:
             tensors |= dict(zip(moment_keys(name), self.moments[name], strict=True))
             if master is not self.params[name]:
                 tensors[f"master/{name}"] = master.detach()
-        return {name: StateTensor.of(tensor) for name, tensor in tensors.items()}
+        return {name: StateTensor.wrap(tensor) for name, tensor in tensors.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
         """Restores what `state` returned. `num_steps` is the number of optimizer steps that were made until then.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,8 @@ class MemoryDemand:
     has_reference: bool = False
     num_trained: int | None = None  # trained parameters; None = all
     frozen_bytes: int = 0  # frozen weights stored beside the merged ones, where adapters are trained
+    ranks: int = 1  # that train together, on a GPU each
+    shard: str = "none"  # what they divide among them: none, optimizer or full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +111,35 @@ def num_params(c: ModelConfig) -> int:
 def state_bytes(demand: MemoryDemand) -> int:
     """Returns the bytes that are in use all the time: weights, reference, frozen weights, masters and AdamW moments.
 
-    Masters are not counted where the model is fp32 and all of its weights are trained; adapters are fp32 masters.
+    Masters are not counted where the model is fp32 and all of its weights are trained; adapters are fp32 masters. Ranks
+    that divide the optimizer have a part of masters and moments each. Ranks that divide everything have a part of the
+    reference too, and masters of any model beside the whole weights, from which they sample.
     """
     params = num_params(demand.model)
     num_trained = params if demand.num_trained is None else demand.num_trained
+    is_full = _divides(demand, "full")
     # fp32 weights are their own masters. Adapters are fp32 masters beside the weights.
-    masters = 0 if demand.bytes_per_number >= 4 and demand.num_trained is None else 4 * num_trained
-    copies = 2 if demand.has_reference else 1
-    # Two fp32 moments take 8 bytes per trained parameter.
-    return copies * params * demand.bytes_per_number + demand.frozen_bytes + masters + 8 * num_trained
+    is_own_master = demand.bytes_per_number >= 4 and demand.num_trained is None and not is_full
+    # Masters take 4 bytes per trained parameter, and two fp32 moments 8.
+    per_trained = 8 if is_own_master else 12
+    weights = params * demand.bytes_per_number
+    reference = weights if demand.has_reference else 0
+    if is_full:
+        reference = _part(reference, demand)
+    trained = per_trained * num_trained
+    if _divides(demand, "optimizer", "full"):
+        trained = _part(trained, demand)
+    return weights + reference + demand.frozen_bytes + trained
+
+
+def _divides(demand: MemoryDemand, *shards: str) -> bool:
+    """Returns whether there are several ranks that divide one of these among them."""
+    return demand.ranks > 1 and demand.shard in shards
+
+
+def _part(num_bytes: int, demand: MemoryDemand) -> int:
+    """Returns one rank's part of so many bytes."""
+    return -(-num_bytes // demand.ranks)
 
 
 def kept_bytes_per_token(c: ModelConfig, bytes_per_number: int, recompute: bool) -> int:
@@ -175,7 +197,47 @@ def update_bytes(demand: MemoryDemand, budget: int, recompute: bool) -> int:
     num_trained = num_params(demand.model) if demand.num_trained is None else demand.num_trained
     c, bytes_per_number = demand.model, demand.bytes_per_number
     work = max(head_bytes(demand, budget), budget * work_bytes_per_token(c, bytes_per_number, recompute))
-    return 4 * num_trained + budget * kept_bytes_per_token(c, bytes_per_number, recompute) + work
+    passes = budget * kept_bytes_per_token(c, bytes_per_number, recompute) + work
+    gradients = 4 * num_trained
+    if _divides(demand, "optimizer"):
+        # After the last pass the sum for a rank's slice is formed, while the rank's whole gradient is there.
+        return gradients + max(passes, _part(gradients, demand))
+    if _divides(demand, "full"):
+        return _part(gradients, demand) + gathered_bytes(demand) + passes
+    return gradients + passes
+
+
+def gathered_bytes(demand: MemoryDemand) -> int:
+    """Returns the bytes of whole parameters and gradients that are there during a pass if the ranks divide everything.
+
+    They hold the layer that runs and the one that is gathered meanwhile, embedding and head, and the gradients of a
+    layer and of embedding and head: as they are formed, and once more in fp32 while they are summed over ranks.
+    """
+    c, bytes_per_number = demand.model, demand.bytes_per_number
+    layer = count_layer_params(c) // c.num_layers
+    ends = num_params(c) - count_layer_params(c)
+    return (2 * layer + ends) * bytes_per_number + (layer + ends) * (bytes_per_number + 4)
+
+
+def choose_shard(demand: MemoryDemand, available: int, token_budget: int = 0) -> str:
+    """Returns the first of none, optimizer and full with which training fits into `available` bytes per rank.
+
+    `demand.shard` is not used. `token_budget` is as in `plan_memory`. What cannot be divided is not chosen: the weights
+    of a run that trains adapters, and a feed-forward size that is no multiple of the number of ranks. Raises
+    ConfigError if nothing fits.
+    """
+    shards = ["none"] if demand.ranks == 1 else ["none", "optimizer"]
+    if demand.ranks > 1 and demand.num_trained is None and demand.model.ff % demand.ranks == 0:
+        shards.append("full")
+    for shard in shards[:-1]:
+        try:
+            plan_memory(replace(demand, shard=shard), available, token_budget)
+        except ConfigError:
+            continue
+        return shard
+    # The last one's error says what is missing.
+    plan_memory(replace(demand, shard=shards[-1]), available, token_budget)
+    return shards[-1]
 
 
 def plan_memory(demand: MemoryDemand, available: int, token_budget: int = 0) -> MemoryPlan:

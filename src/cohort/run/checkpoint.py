@@ -314,7 +314,7 @@ def _write_optimizer(path: Path, optimizer: Mapping[str, torch.Tensor] | StateSt
 
     from cohort.learner.base import StateStream
 
-    stream = StateStream.of(optimizer, {}) if isinstance(optimizer, Mapping) else optimizer
+    stream = StateStream.wrap(optimizer, {}) if isinstance(optimizer, Mapping) else optimizer
     for parameter, entry in stream.entries.items():
         if str(entry.dtype) not in _DTYPE_NAMES:
             raise ValueError(f'the optimizer state "{parameter}" is {entry.dtype}, but must be float32 (or float64)')

@@ -27,6 +27,7 @@ from cohort.jobs.build import RLJob
 from cohort.learner.backend import FusedBackend
 from cohort.learner.base import Annotations, TokenLogprobs
 from cohort.learner.local import LocalLearner
+from cohort.learner.optim import WholeOptimizer
 from cohort.rollout.episode import Episode
 from cohort.tasks.stream import SharedRows
 from cohort.text import Tokenizer
@@ -120,14 +121,14 @@ def wrong_sibling_context(patch: pytest.MonkeyPatch, job: RLJob) -> None:
 
 def scaled_by_ranks(patch: pytest.MonkeyPatch, job: RLJob) -> None:
     """Gradients are averaged over ranks, as DistributedDataParallel does, where a sum is right."""
-    whole = LocalLearner._sum_grads_over_ranks
+    whole = WholeOptimizer.reduce
 
-    def averaged(self):
-        whole(self)
-        for g in self.optimizer.grads():
-            g.div_(self.world.size)
+    def averaged(self, world):
+        whole(self, world)
+        for g in self.grads():
+            g.div_(world.size)
 
-    patch.setattr(LocalLearner, "_sum_grads_over_ranks", averaged)
+    patch.setattr(WholeOptimizer, "reduce", averaged)
 
 
 def mean_of_microbatches(patch: pytest.MonkeyPatch, job: RLJob) -> None:

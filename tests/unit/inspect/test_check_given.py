@@ -31,6 +31,7 @@ from cohort.jobs.sft import SFTJob
 from cohort.learner.backend import FusedBackend
 from cohort.learner.base import Update
 from cohort.learner.local import LocalLearner
+from cohort.learner.optim import WholeOptimizer
 from cohort.text import Tokenizer
 from cohort.types import Provenance
 from tests.helpers.small_runs import keep_torch_settings
@@ -222,14 +223,14 @@ def positions_from_zero(patch: pytest.MonkeyPatch, job: Job) -> None:
 
 
 def scaled_by_ranks(patch: pytest.MonkeyPatch, job: Job) -> None:
-    whole = LocalLearner._sum_grads_over_ranks
+    whole = WholeOptimizer.reduce
 
-    def averaged(self):
-        whole(self)
-        for g in self.optimizer.grads():
-            g.div_(self.world.size)
+    def averaged(self, world):
+        whole(self, world)
+        for g in self.grads():
+            g.div_(world.size)
 
-    patch.setattr(LocalLearner, "_sum_grads_over_ranks", averaged)
+    patch.setattr(WholeOptimizer, "reduce", averaged)
 
 
 def last_microbatch_only(patch: pytest.MonkeyPatch, job: Job) -> None:

@@ -11,6 +11,7 @@ from cohort.learner.plan import (
     GOOD_BUDGET,
     MAX_BUDGET,
     MemoryDemand,
+    choose_shard,
     head_bytes,
     kept_bytes_per_token,
     layer_bytes_per_token,
@@ -20,6 +21,7 @@ from cohort.learner.plan import (
     update_bytes,
     work_bytes_per_token,
 )
+from cohort.models.limits import count_layer_params
 from cohort.models.shapes import find_shape
 
 GIB = 2**30
@@ -108,3 +110,56 @@ def test_a_given_budget_stays():
 def test_a_model_that_cannot_fit_is_refused_with_the_numbers():
     with pytest.raises(ConfigError, match=r"768 tokens needs 1\d\.\d GiB .* 6\.0 GiB are available: .*lora.rank 16"):
         plan_memory(DEMAND, 6 * GIB)
+
+
+def test_one_rank_divides_nothing():
+    for shard in ("none", "optimizer", "full"):
+        alone = replace(DEMAND, shard=shard)
+        assert state_bytes(alone) == state_bytes(DEMAND)
+        assert update_bytes(alone, 5000, False) == update_bytes(DEMAND, 5000, False)
+        assert choose_shard(alone, 140 * GIB) == "none"
+
+
+def test_ranks_have_parts_of_the_state():
+    """bf16: 2 bytes per weight, 4 per master, 8 for moments."""
+    params, eight = num_params(QWEN), replace(DEMAND, ranks=8, has_reference=True)
+    assert state_bytes(replace(eight, shard="none")) == (2 * 2 + 12) * params
+    assert state_bytes(replace(eight, shard="optimizer")) == 2 * 2 * params + 12 * params // 8
+    # The weights that are sampled from stay whole, the reference does not.
+    assert state_bytes(replace(eight, shard="full")) == 2 * params + 2 * params // 8 + 12 * params // 8
+    # fp32 weights are their own masters, unless the trained ones are a divided copy.
+    wide = replace(DEMAND, ranks=8, bytes_per_number=4)
+    assert state_bytes(replace(wide, shard="optimizer")) == 4 * params + params
+    assert state_bytes(replace(wide, shard="full")) == 4 * params + 12 * params // 8
+    adapters = replace(DEMAND, ranks=8, num_trained=1001, frozen_bytes=77, shard="optimizer")
+    assert state_bytes(adapters) == 2 * params + 77 + -(-12 * 1001 // 8)
+
+
+def test_ranks_that_divide_everything_have_parts_of_the_gradient():
+    params, budget, eight = num_params(QWEN), 5000, replace(DEMAND, ranks=8)
+    alone = update_bytes(DEMAND, budget, False)
+    assert update_bytes(replace(eight, shard="none"), budget, False) == alone
+    # The slice's sum is formed when the activations, which are larger, are gone.
+    assert update_bytes(replace(eight, shard="optimizer"), budget, False) == alone
+    full = replace(eight, shard="full")
+    layer, ends = count_layer_params(QWEN) // QWEN.num_layers, params - count_layer_params(QWEN)
+    gathered = 2 * (2 * layer + ends) + (2 + 4) * (layer + ends)
+    assert update_bytes(full, budget, False) == alone - 4 * params + 4 * params // 8 + gathered
+    # With hardly any activations the sum for the slice counts: two ranks, half of the gradient each.
+    two = replace(DEMAND, ranks=2, shard="optimizer", model=replace(QWEN, num_layers=400))
+    assert update_bytes(two, 1, False) == 6 * num_params(two.model)
+
+
+def test_the_first_shard_that_fits_is_chosen():
+    """A model of 7.6 billion weights on 8 ranks: 18, 7.5 and about 5 bytes per weight, without activations."""
+    demand = replace(DEMAND, model=find_shape("qwen2.5-7b"), ranks=8)
+    chosen = {gib: choose_shard(demand, gib * GIB) for gib in (180, 100, 60)}
+    assert chosen == {180: "none", 100: "optimizer", 60: "full"}
+    for gib, shard in chosen.items():
+        assert plan_memory(replace(demand, shard=shard), gib * GIB).peak <= gib * GIB
+    with pytest.raises(ConfigError, match=r"needs .* GiB"):
+        choose_shard(demand, 20 * GIB)
+    # What cannot be divided is not chosen: the error is that of the next smaller demand.
+    for odd in (replace(demand, ranks=7), replace(demand, num_trained=num_params(demand.model))):
+        with pytest.raises(ConfigError):
+            choose_shard(odd, 60 * GIB)
