@@ -149,14 +149,13 @@ def _load_config(recipe: str | RunConfig, settings: Mapping[str, Any] | None) ->
 
 
 def _check_process() -> None:
-    """Raises ConfigError where nothing can be trained: on Windows, and in one process of several.
+    """Raises ConfigError where nothing can be trained, that is on Windows.
 
     It comes before all imports of modules that need Unix.
     """
     from cohort.system import process
 
     process.require_unix()
-    process.require_one_process()
     process.keep_freed_memory()
 
 

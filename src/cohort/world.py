@@ -110,13 +110,14 @@ class World:
     def split(self, tensor: int) -> Grid:
         """Divides the ranks into groups of `tensor` neighbours that hold one model together. See `Grid`."""
         assert tensor == 1, "one process cannot be divided"
-        return Grid(data=self, tensor=ONE_PROCESS)
+        return Grid(whole=self, data=self, tensor=ONE_PROCESS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
     """The ranks as a table: a row of `tensor` ranks holds one model, and every row has its own data."""
 
+    whole: World  # all ranks
     data: World  # the ranks in this rank's column: they have other data, and the same part of the model
     tensor: World  # the ranks in this rank's row: they have the same data, and other parts of the model
 
@@ -150,6 +151,11 @@ class ProcessGroup(World):
         self._device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
         # Records go over gloo also beside GPUs: they would only be copied to a GPU and back.
         self._control = control or (dist.new_group(backend="gloo") if uses_nccl else group)
+
+    @property
+    def group(self) -> Any:
+        """The group of torch.distributed that tensors go through."""
+        return self._group or dist.group.WORLD
 
     @contextmanager
     def collective(self, kind: str, num_bytes: int = 0) -> Iterator[None]:
@@ -243,7 +249,7 @@ class ProcessGroup(World):
         Every rank must call it. `tensor` must divide the number of ranks.
         """
         if tensor == 1:
-            return Grid(data=self, tensor=ONE_PROCESS)
+            return Grid(whole=self, data=self, tensor=ONE_PROCESS)
         rows = [list(range(first, first + tensor)) for first in range(0, self.size, tensor)]
         columns = [list(range(column, self.size, tensor)) for column in range(tensor)]
         worlds = {}
@@ -252,4 +258,4 @@ class ProcessGroup(World):
             made = [(ranks, dist.new_group(ranks), dist.new_group(ranks, backend="gloo")) for ranks in lists]
             own = next((group, control) for ranks, group, control in made if self.rank in ranks)
             worlds[name] = ProcessGroup(*own, progress=self.progress)
-        return Grid(data=worlds["data"], tensor=worlds["tensor"])
+        return Grid(whole=self, data=worlds["data"], tensor=worlds["tensor"])

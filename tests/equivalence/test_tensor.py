@@ -27,8 +27,8 @@ from cohort.learner.attention import make_packed_attention
 from cohort.learner.backend import FusedBackend
 from cohort.learner.head import token_logprobs
 from cohort.learner.local import LocalLearner
-from cohort.learner.optim import global_norm
-from cohort.learner.tensor_backend import TensorBackend, gather_state, tensor_bytes_per_microbatch
+from cohort.learner.optim import WholeOptimizer
+from cohort.learner.tensor_backend import TensorBackend, tensor_bytes_per_microbatch
 from cohort.learner.tensor_head import sliced_token_logprobs
 from cohort.models.catalog import resolve_model
 from cohort.models.decoder import Decoder, Norm
@@ -75,7 +75,7 @@ def groups_of(rank: int, size: int) -> list[Group]:
 def make_backend(decoder: Decoder, world: World | None) -> FusedBackend:
     """Returns the backend of one process where `world` is None, else that of a rank's slice."""
     if world is None:
-        return FusedBackend(decoder, OptimConfig(), None)
+        return FusedBackend(decoder, WholeOptimizer(decoder, OptimConfig()), None)
     return TensorBackend(shard_decoder(decoder, world), OptimConfig())
 
 
@@ -130,11 +130,10 @@ def compute_case(name: str, loss: str, tensor: World | None, data: World) -> dic
     compute_gradient(backend, loss, data)
     seen["gradients"] = full_gradients(backend)
     seen["own"] = {n: m.grad.clone() for n, m in backend.optimizer.masters.items()}
-    norm = backend.grad_norm() if isinstance(backend, TensorBackend) else global_norm(backend.optimizer.grads())
-    seen["norm"] = torch.tensor(norm)
+    seen["norm"] = torch.tensor(backend.optimizer.grad_norm())
     backend.step(1e-3, 0.5)
     seen["stepped"] = full_weights(backend)
-    seen["state"] = backend.state()
+    seen["state"] = {key: entry.read().clone() for key, entry in backend.state().items()}
     return seen
 
 
@@ -175,13 +174,13 @@ def check_state_on_rank(name: str, world: World) -> None:
     first, second = backends
     compute_gradient(first, "tokens", World())
     first.step(1e-3, 1.0)
-    full = {key: tensor.clone() for key, tensor in gather_state(first.decoder, first.optimizer.state())}
+    full = {key: entry.read().clone() for key, entry in first.state().items()}
     assert {key.partition("/")[0] for key in full} == {"exp_avg", "exp_avg_sq"}
     assert all(full[f"exp_avg/{n}"].shape == p.shape for n, p in make_model(name).named_parameters())
     second.load_state(full, num_steps=1)
     second.decoder.load_state_dict(first.decoder.state_dict())
-    for key, tensor in first.optimizer.state().items():
-        assert torch.equal(second.optimizer.state()[key], tensor) and tensor.any(), key
+    for key, entry in second.state().items():
+        assert torch.equal(entry.read(), full[key]) and full[key].any(), key
     for backend in backends:
         compute_gradient(backend, "tokens", World())
         backend.step(1e-3, 1.0)
@@ -316,7 +315,7 @@ def check_cases(results: list[Any], names: Iterable[str], tensor: int = 2) -> No
                 for n, w in expected["stepped"].items():
                     # Adam divides by roots of tiny squares and so magnifies rounding.
                     assert_close(got["stepped"][n], w, 1e-7, (*what, n))
-                assert got["state"].keys() == (expected["state"].keys() if rank % tensor == 0 else set())
+                assert got["state"].keys() == expected["state"].keys()
                 for n, moment in got["state"].items():
                     assert_close(moment, expected["state"][n], 1e-9, (*what, n))
 

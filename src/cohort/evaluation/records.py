@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from cohort.evaluation.statistics import PassAtK
-from cohort.serialize import record
 from cohort.system.json_text import make_record
 from cohort.types import Message
 
@@ -20,7 +19,6 @@ HELD_OUT_METRICS = (ACCURACY, REWARD)
 """Names of the metric that an evaluation of a task has: its accuracy or, if the task has none, its mean reward."""
 
 
-@record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalAnswer:
     """One answer, in full, with its score."""
@@ -42,7 +40,6 @@ class EvalAnswer:
         return self.reward if self.correct is None else self.correct
 
 
-@record
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalItem:
     """One problem of an evaluation, with its prompt and its answers."""

@@ -51,7 +51,7 @@ class TrainingJob:
 
         With several ranks, `checkpoint_learner` must come before it. Then the first rank alone may call this.
         """
-        if self.learner.world.size == 1:
+        if self.learner.grid.whole.size == 1:
             self._update_decoder()
         save_folder(self.model.decoder, self.model.hf_config, self.model.folder, Path(folder))
 
@@ -71,7 +71,7 @@ class TrainingJob:
         of the inputs, number of threads and version of torch are stored as well. Every rank must call it. Then the
         first saves the checkpoint while the others assist it (`checkpoint.assist_save`).
         """
-        if self.learner.world.size > 1:
+        if self.learner.grid.whole.size > 1:
             self._update_decoder()
         state = self.learner.state()
         # The number of steps is the one setting that may change, so it is left out here.
@@ -89,7 +89,7 @@ class TrainingJob:
         `checkpoint.share`. Raises RunError if the checkpoint was made with other settings than those of this job, or if
         model, adapters or rows have changed since.
         """
-        saved = self._load_saved_model(state) if self.learner.world.is_first else None
+        saved = self._load_saved_model(state) if self.learner.grid.whole.is_first else None
         self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))
         # Sums depend on the number of threads, so the run keeps its number, also on a machine with fewer cores.
         torch.set_num_threads(int(state.numbers["threads"]))
@@ -99,7 +99,7 @@ class TrainingJob:
             if saved is not None:
                 decoder.load_state_dict(saved.state_dict())
             for tensor in decoder.state_dict().values():
-                self.learner.world.broadcast(tensor)
+                self.learner.grid.whole.broadcast(tensor)
             self.learner.load_weights(decoder)
         self.learner.load_state(state.tensors, state.numbers)
         if self.learner.adapters is not None and saved is not None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from cohort.algos.algorithm import build_algorithm
+from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.config.document import get_variant_name
 from cohort.config.imitation import DPO, SFT
 from cohort.config.kinds import RL
@@ -52,7 +52,7 @@ from cohort.tasks.stream import TaskStream
 from cohort.text import PromptRenderer, Tokenizer
 from cohort.text.framing import read_template
 from cohort.types import Prompt
-from cohort.world import ONE_PROCESS, World
+from cohort.world import ONE_PROCESS, Grid, World
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -100,24 +100,9 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     tokenizer = Tokenizer.load(folder, config.date, read_template(config.template))
     sampling = make_sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled_tokens)
-    updates = config.learner.epochs * config.learner.minibatches
-    adapters = make_adapters(config, model.decoder)
-    # With adapters the base weights are the reference, and no frozen copy is needed.
-    has_reference = "ref" in algo.needs() | algo.loss_needs() and adapters is None
-    plan = _plan_gpu_memory(config, model, device, has_reference, adapters)
     grid = world.split(config.learner.tensor)
-    learner = LocalLearner(
-        model.decoder,
-        config.learner,
-        config.optim,
-        num_updates=config.steps * updates,
-        temperature=sampling.temperature,
-        reference=make_frozen_copy(model) if has_reference else None,
-        refresh_every=config.algo.kl.refresh,
-        adapters=adapters,
-        world=grid.data,
-    )
-    learner.apply_plan(plan)
+    learner = _make_learner(config, model, algo, device, grid)
+    plan = learner.plan
     num_compared = config.algo.num_compared
     if plan is None and not config.learner.token_budget:
         learner.token_budget *= num_compared
@@ -154,6 +139,27 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
         mover=GroupMover(world, grid),
         tokenizer=tokenizer,
     )
+
+
+def _make_learner(config: RL, model: LoadedModel, algo: Algorithm, device: torch.device, grid: Grid) -> LocalLearner:
+    """Returns the learner of a run for one of the ranks of `grid`, with adapters and a reference if it needs them."""
+    adapters = make_adapters(config, model.decoder)
+    # With adapters the base weights are the reference, and no frozen copy is needed.
+    has_reference = "ref" in algo.needs() | algo.loss_needs() and adapters is None
+    plan = _plan_gpu_memory(config, model, device, has_reference, adapters)
+    learner = LocalLearner(
+        model.decoder,
+        config.learner,
+        config.optim,
+        num_updates=config.steps * config.learner.updates_per_batch,
+        temperature=config.sampling.temperature,
+        reference=make_frozen_copy(model) if has_reference else None,
+        refresh_every=config.algo.kl.refresh,
+        adapters=adapters,
+        world=grid,
+    )
+    learner.apply_plan(plan)
+    return learner
 
 
 def make_scorer(config: RL, tokenizer: Tokenizer) -> Pool:

@@ -41,7 +41,7 @@ from cohort.tasks.splits import cut_validation
 from cohort.text import Tokenizer
 from cohort.text.framing import read_template
 from cohort.types import Group
-from cohort.world import ONE_PROCESS, World
+from cohort.world import ONE_PROCESS, Grid, World
 
 C = TypeVar("C", SFT, DPO)
 K = TypeVar("K", bound=KeyedRow)
@@ -82,21 +82,21 @@ def build_sft_job(config: SFT, world: World = ONE_PROCESS) -> SFTJob:
             config=config,
             model=start.model,
             inputs=_digest_problems(digest_files(config, start.folder), config, problems),
-            learner=_make_learner(config, start, make_adapters(config, start.model.decoder), grid.data),
+            learner=_make_learner(config, start, make_adapters(config, start.model.decoder), grid),
             groups=make_trace_source(config, start.tokenizer),
         )
     else:
-        job = _build_example_job(config, start, problems, grid.data)
+        job = _build_example_job(config, start, problems, grid)
     job.mover = GroupMover(world, grid)
     if problems is not None:
         job.evaluator = make_evaluator(job.config, problems, start.model, job.learner, start.tokenizer, world)
     return job
 
 
-def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | None, world: World) -> SFTJob:
+def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | None, grid: Grid) -> SFTJob:
     """Returns the job of supervised fine-tuning on known examples: rows of a file, or the right answers of a task.
 
-    `world` are the ranks that have other examples than this one.
+    `grid` are all ranks.
     """
     data = config.data
     assert isinstance(data, Conversations | TaskAnswers)
@@ -112,7 +112,7 @@ def _build_example_job(config: SFT, start: _RunModel, problems: TaskProblems | N
         lambda rows, into: encode_conversations(rows, framing, config.loss, limit, data.too_long, into),
     )
     config = _settle_steps(config, encoded, config.batch.examples)
-    learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.examples, problems, world)
+    learner = _make_planned_learner(config, start, [*encoded.groups, *held], config.batch.examples, problems, grid)
     stream = ExampleStream(groups=encoded.groups, size=config.batch.examples, seed=config.seed)
     digests = _digest_examples(digest_files(config, start.folder), encoded.groups, held)
     return SFTJob(
@@ -152,7 +152,7 @@ def build_dpo_job(config: DPO, world: World = ONE_PROCESS) -> DPOJob:
     # With adapters the reference is the model without them, and no frozen copy is needed.
     has_copy = config.loss.has_reference and config.reference == "copy" and not config.learner.lora.is_on
     groups = [*encoded.groups, *held]
-    learner = _make_planned_learner(config, start, groups, config.batch.pairs, problems, grid.data, has_copy)
+    learner = _make_planned_learner(config, start, groups, config.batch.pairs, problems, grid, has_copy)
     digests = _digest_examples(digest_files(config, start.folder), encoded.groups, held)
     job = DPOJob(
         config=config,
@@ -303,11 +303,11 @@ def _settle_steps(config: C, encoded: EncodedExamples, size: int) -> C:
 
 
 def _make_learner(
-    config: SFT | DPO, start: _RunModel, adapters: Adapters | None, world: World, has_reference: bool = False
+    config: SFT | DPO, start: _RunModel, adapters: Adapters | None, grid: Grid, has_reference: bool = False
 ) -> LocalLearner:
     """Returns the learner of a run, with a frozen copy of the model if it needs one as a reference.
 
-    `world` are the ranks that have other examples than this one.
+    `grid` are all ranks.
     """
     return LocalLearner(
         start.model.decoder,
@@ -316,7 +316,7 @@ def _make_learner(
         num_updates=config.steps * config.learner.updates_per_batch,
         reference=make_frozen_copy(start.model) if has_reference else None,
         adapters=adapters,
-        world=world,
+        world=grid,
     )
 
 
@@ -326,19 +326,19 @@ def _make_planned_learner(
     groups: Sequence[Group],
     size: int,
     problems: TaskProblems | None,
-    world: World,
+    grid: Grid,
     has_reference: bool = False,
 ) -> LocalLearner:
     """Returns the learner of a run with known examples, of which a step has `size`: its token budget fits them.
 
-    `world` are the ranks that have other examples than this one.
+    `grid` are all ranks.
 
     On a GPU the memory is planned, that of answers to `problems` too. An automatic budget is at least as large as the
     longest group, in which every sample has a prompt of its own.
     """
     adapters = make_adapters(config, start.model.decoder)
     longest = max(map(_count_tokens, groups))
-    learner = _make_learner(config, start, adapters, world, has_reference)
+    learner = _make_learner(config, start, adapters, grid, has_reference)
     budget = config.learner.token_budget
     # The shapes of models outside the native family are not known.
     if start.device.type == "cuda" and isinstance(start.model.config, ModelConfig):

@@ -26,7 +26,7 @@ from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.decoder import Decoder, redirect_gradients
 from cohort.models.functions import widen
 from cohort.models.lora import Adapters
-from cohort.world import World
+from cohort.world import Grid
 
 # Prefix of the names of adapter tensors in the learner's state.
 ADAPTER_PREFIX = "adapter/"
@@ -72,8 +72,11 @@ class Backend(Protocol):
         called for one chunk of rows after the other; otherwise it is called once, for all rows.
         """
 
-    def divide_reference(self, reference: AnyDecoder | None) -> None:
-        """Divides the reference among the ranks, in place, if they divide the model. None = there is no reference."""
+    def divide_reference(self, reference: AnyDecoder | None) -> AnyDecoder | None:
+        """Returns the reference as this backend uses it: divided among the ranks if they divide the model.
+
+        None = there is no reference. The one that is passed must not be used any more.
+        """
 
     def as_reference(self, reference: AnyDecoder | None) -> AbstractContextManager[None]:
         """Returns a context in which `logprobs` uses the reference policy in place of the trained one.
@@ -137,8 +140,7 @@ class _BaseBackend:
         """
         on_device = micro.to(self.decoder.embed.device)
         hidden = self._compute_hidden(self._policy, on_device, None)
-        head = self._policy.head_weight
-        values, _ = token_logprobs(hidden, head, on_device.targets, temperature, with_entropy=False)
+        values, _ = self._token_logprobs(self._policy, hidden, on_device.targets, temperature, with_entropy=False)
         return values.cpu()
 
     def backward(self, micro: Microbatch, temperature: float, gradient: GradientFunction, per_token: bool) -> None:
@@ -154,19 +156,20 @@ class _BaseBackend:
             hidden = self._compute_hidden(self.decoder, micro, embedded)
             if not per_token:
                 # Such a loss needs all log-probabilities first. The logits are computed again for the gradient.
-                row_gradients = gradient(slice(None), *token_logprobs(hidden, head, micro.targets, temperature))
-                gradient = slice_gradients(row_gradients)
+                found = self._token_logprobs(self.decoder, hidden, micro.targets, temperature)
+                gradient = slice_gradients(gradient(slice(None), *found))
             # The head's gradient is added by hand: autograd would fill and add a table of vocabulary size each time.
             total = self.optimizer.master_grad(head) if head.requires_grad else None
-            d_hidden = gradient_through_head(hidden, head, total, micro.targets, temperature, gradient)
+            d_hidden = self._gradient_through_head(hidden, total, micro.targets, temperature, gradient)
             # Without any signal the backward is skipped. On a GPU that is not checked: the host would have to wait.
             if d_hidden.is_cuda or bool(d_hidden.any()):
                 hidden.backward(d_hidden)
                 self._add_embedding_gradient(micro, embedded)
         self.optimizer.collect_grads()
 
-    def divide_reference(self, reference: AnyDecoder | None) -> None:
-        """Does nothing: every rank has a whole model."""
+    def divide_reference(self, reference: AnyDecoder | None) -> AnyDecoder | None:
+        """Returns the reference itself: every rank has a whole model."""
+        return reference
 
     @contextmanager
     def as_reference(self, reference: AnyDecoder | None) -> Iterator[None]:
@@ -238,7 +241,19 @@ class _BaseBackend:
         if self.adapters is not None:
             self.adapters.load(select_adapter_tensors(tensors))
 
-    # ---- where the two backends differ
+    # ---- where backends differ
+
+    def _token_logprobs(
+        self, decoder: Any, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities and entropies [N] of targets [N] from hidden states [N, d], by a decoder's head."""
+        return token_logprobs(hidden, decoder.head_weight, targets, temperature, with_entropy)
+
+    def _gradient_through_head(
+        self, hidden: Tensor, total: Tensor | None, targets: Tensor, temperature: float, gradient: GradientFunction
+    ) -> Tensor:
+        """Returns the gradient of the loss on hidden states [N, d], and adds that of the head to `total`, if given."""
+        return gradient_through_head(hidden, self.decoder.head_weight, total, targets, temperature, gradient)
 
     def _gradient_context(self) -> AbstractContextManager[None]:
         """Returns the context in which `backward` runs forward and backward. Here it does nothing.
@@ -315,14 +330,20 @@ class AutogradBackend(_BaseBackend):
 
 
 def make_backend(
-    decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None, shard: str = "none", world: World | None = None
+    decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None, shard: str = "none", grid: Grid | None = None
 ) -> Backend:
     """Returns the backend for this decoder: a FusedBackend for the native decoder, an AutogradBackend for any other.
 
-    It trains the `adapters`, or where they are None the decoder's weights. `shard` says what the ranks of `world`
+    It trains the `adapters`, or where they are None the decoder's weights. `shard` says what the ranks with other data
     divide among them, as the setting learner.shard does; auto stands for none, and one rank has nothing to divide. With
-    full it is a `ShardedBackend`, which trains a copy of the decoder.
+    full it is a `ShardedBackend`, and where several ranks of `grid` hold one model a `TensorBackend`. Both train a copy
+    of the decoder.
     """
+    world = None if grid is None else grid.data
+    if grid is not None and grid.tensor.size > 1:
+        from cohort.learner.tensor_backend import make_tensor_backend
+
+        return make_tensor_backend(decoder, optim, adapters, shard, grid.tensor)
     is_divided = world is not None and world.size > 1
     if is_divided and shard == "full":
         # Imported here because it imports much of torch.distributed, which one process does not need.

@@ -26,7 +26,7 @@ from cohort.learner.minibatch import slice_gradients
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Decoder
 from cohort.models.functions import widen
-from cohort.world import World
+from cohort.world import ProcessGroup, World
 
 # Kinds under which a world counts the bytes of these collectives.
 GATHERED, REDUCED = "gather_weights", "reduce_gradients"
@@ -205,9 +205,8 @@ def _require_even_parts(c: ModelConfig, world: World) -> None:
 
 def _make_mesh(world: World, device: torch.device) -> DeviceMesh:
     """Returns the ranks of a world in the form that `fully_shard` wants."""
-    group = getattr(world, "_group", None) or dist.group.WORLD
-    assert group is not None, "one process has nothing to divide"
-    return DeviceMesh.from_group(group, device.type)
+    assert isinstance(world, ProcessGroup), "one process has nothing to divide"
+    return DeviceMesh.from_group(world.group, device.type)
 
 
 def _make_shell(decoder: Decoder) -> Decoder:

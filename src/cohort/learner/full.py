@@ -226,11 +226,12 @@ class ShardedBackend:
         self._model.reduce_next(not self.reduce_once or self._num_passes_left <= 0)
         self._model(micro, temperature, gradient, per_token).backward()
 
-    def divide_reference(self, reference: AnyDecoder | None) -> None:
-        """Divides the reference in place, as the model is. None = there is none."""
+    def divide_reference(self, reference: AnyDecoder | None) -> AnyDecoder | None:
+        """Divides the reference in place, as the model is, and returns it. None = there is none."""
         if reference is not None:
             assert isinstance(reference, Decoder)
             self._reference = DividedModel(reference.requires_grad_(False), self.world)
+        return reference
 
     @contextmanager
     def as_reference(self, reference: AnyDecoder | None) -> Iterator[None]:

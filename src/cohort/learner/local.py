@@ -39,7 +39,7 @@ from cohort.learner.state import StoredLearner
 from cohort.models.auto import AnyDecoder
 from cohort.models.lora import Adapters
 from cohort.types import Group, Provenance
-from cohort.world import World
+from cohort.world import Grid, World
 
 # Tokens per microbatch where the config sets no budget and there is no memory plan.
 CPU_BUDGET = 2048
@@ -52,7 +52,8 @@ class LocalLearner(StoredLearner):
 
     `num_updates` is the length of the learning rate schedule. `temperature` is that of sampling. `reference` is the
     frozen policy of the KL term; with adapters it is None, because the decoder without them is the reference. After
-    every `refresh_every` steps the reference becomes the current policy; 0 = never.
+    every `refresh_every` steps the reference becomes the current policy; 0 = never. `world` are the ranks that train
+    together, each with its own data, or a grid of them where several hold one model.
     """
 
     def __init__(
@@ -65,15 +66,15 @@ class LocalLearner(StoredLearner):
         temperature: float = 1.0,
         reference: AnyDecoder | None = None,
         refresh_every: int = 0,
-        world: World | None = None,
+        world: World | Grid | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self.world = world or World()
-        self.backend = make_backend(decoder, optim, adapters, config.shard, self.world)
+        self.grid = world if isinstance(world, Grid) else (world or World()).split(1)
+        self.world = self.grid.data
+        self.backend = make_backend(decoder, optim, adapters, config.shard, self.grid)
         self.config, self.optim = config, optim
         self.temperature = temperature
-        self.reference = reference
-        self.backend.divide_reference(reference)
+        self.reference = self.backend.divide_reference(reference)
         self.num_updates = num_updates
         self.refresh_every = refresh_every
         self.token_budget = config.token_budget or CPU_BUDGET

@@ -17,7 +17,7 @@ from cohort.learner.base import CurrentWeights, Snapshot, StateStream
 from cohort.learner.optim import Optimizer, WholeOptimizer
 from cohort.models.auto import AnyDecoder
 from cohort.models.lora import Adapters
-from cohort.world import World
+from cohort.world import Grid, World
 
 # Prefix of the names of the reference's tensors in the state. They are stored only where the reference moves.
 REFERENCE_PREFIX = "reference/"
@@ -84,7 +84,8 @@ class StoredLearner:
     """The part of a learner that outlives an update: model, optimizer, counters and reference."""
 
     backend: Backend
-    world: World
+    world: World  # the ranks with other data
+    grid: Grid  # all ranks
     reference: AnyDecoder | None  # the frozen policy of the KL term
     refresh_every: int  # steps after which the reference becomes the current policy; 0 = never
     num_updates: int  # the length of the learning rate schedule
@@ -131,7 +132,7 @@ class StoredLearner:
             entries |= {REFERENCE_PREFIX + name: entry for name, entry in stored.items()}
         numbers = {"update_index": self.update_index, "num_bad": self.num_bad}
         numbers["optimizer_steps"] = self.optimizer.num_steps
-        return StateStream(numbers=numbers, entries=entries, is_first=self.world.is_first)
+        return StateStream(numbers=numbers, entries=entries, is_first=self.grid.whole.is_first)
 
     def _restore_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Restores counters, optimizer and adapters from those of a state or snapshot, but not the reference."""
@@ -147,8 +148,8 @@ class StoredLearner:
         time. The caller loads the weights. Raises RunError where a moment is missing, and ModelError where adapters do
         not fit.
         """
-        if self.world.size > 1:
-            tensors = SharedTensors(tensors, self.world)
+        if self.grid.whole.size > 1:
+            tensors = SharedTensors(tensors, self.grid.whole)
         self._restore_state(tensors, numbers)
         if self.reference is not None and self.refresh_every:
             self.backend.load_reference(self.reference, _select_reference_tensors(tensors))

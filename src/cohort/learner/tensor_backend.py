@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,87 +18,121 @@ from cohort.config.schema import OptimConfig
 from cohort.data.batch import Microbatch
 from cohort.errors import ConfigError, RunError
 from cohort.learner.backend import FusedBackend
+from cohort.learner.base import StateTensor
 from cohort.learner.head import GradientFunction
-from cohort.learner.optim import global_norm
+from cohort.learner.optim import WholeOptimizer, global_norm
 from cohort.learner.tensor_head import NUM_SHARED, gradient_through_sliced_head, sliced_token_logprobs
+from cohort.models.auto import AnyDecoder
 from cohort.models.config import ModelConfig
+from cohort.models.functions import widen
 from cohort.models.lora import Adapters
-from cohort.models.tensor import TensorDecoder, cut_slice, gather_parameter
+from cohort.models.tensor import TensorDecoder, cut_slice, gather_parameter, load_full, shard_decoder
 from cohort.world import World
 
 
-class TensorBackend(FusedBackend):
-    """Backend of a `TensorDecoder`. The reference policy must be one too. Raises ConfigError for adapters."""
+class TensorOptimizer(WholeOptimizer):
+    """AdamW on the slices of a decoder that this rank has. What it stores and reads are full tensors."""
 
-    decoder: TensorDecoder
-
-    def __init__(self, decoder: TensorDecoder, optim: OptimConfig, adapters: Adapters | None = None) -> None:
-        if adapters is not None:
-            raise ConfigError(
-                f"learner.tensor = {decoder.world.size} cannot be combined with adapters (learner.lora.rank > 0): "
-                "set --learner.tensor 1, or train all weights with --learner.lora.rank 0."
-            )
-        super().__init__(decoder, optim, None)
-
-    def logprobs(self, micro: Microbatch, temperature: float) -> Tensor:
-        """Returns the log-probabilities [N] of a microbatch's N target tokens, on the host, without gradient.
-
-        As `FusedBackend.logprobs`, and the same on every rank. Collective.
-        """
-        policy = self._policy
-        assert isinstance(policy, TensorDecoder), "the reference policy is not in slices"
-        on_device = micro.to(policy.embed.device)
-        hidden = self._compute_hidden(policy, on_device, None)
-        head, targets = policy.head_weight, on_device.targets
-        values, _ = sliced_token_logprobs(hidden, head, targets, policy.vocabulary, temperature, with_entropy=False)
-        return values.cpu()
-
-    def backward(self, micro: Microbatch, temperature: float, gradient: GradientFunction, per_token: bool) -> None:
-        """Runs forward and backward on a microbatch and adds its gradient to the gradients of the master weights.
-
-        As `FusedBackend.backward`. `gradient` is called on every rank, with the same numbers. Collective.
-        """
-        head, vocabulary = self.decoder.head_weight, self.decoder.vocabulary
-        with self._gradient_context():
-            embedded = self._embed(micro)
-            hidden = self._compute_hidden(self.decoder, micro, embedded)
-            if not per_token:
-                logprobs, entropy = sliced_token_logprobs(hidden, head, micro.targets, vocabulary, temperature)
-                gradient = _slice_gradients(*gradient(slice(None), logprobs, entropy))
-            total = self.optimizer.master_grad(head) if head.requires_grad else None
-            d_hidden = gradient_through_sliced_head(
-                hidden, head, total, micro.targets, temperature, gradient, vocabulary
-            )
-            # All ranks decide the same, because the gradient is the same on all of them.
-            if d_hidden.is_cuda or bool(d_hidden.any()):
-                hidden.backward(d_hidden)
-                self._add_embedding_gradient(micro, embedded)
-        self.optimizer.collect_grads()
+    def __init__(self, decoder: TensorDecoder, config: OptimConfig) -> None:
+        super().__init__(decoder, config)
+        self._decoder = decoder
 
     def grad_norm(self) -> float:
         """Returns the norm of the gradient of the whole model, the same on every rank. Collective."""
-        masters = self.optimizer.masters.items()
-        grads = {name: m.grad for name, m in masters if m.grad is not None}
-        return grad_norm(grads, self.decoder.world, self.decoder.replicated)
+        grads = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        return grad_norm(grads, self._decoder.world, self._decoder.replicated)
 
-    def state(self) -> dict[str, Tensor]:
-        """Returns the optimizer's tensors by name, in full and on the host, on the first rank, and {} on the others.
+    def full_grads(self) -> dict[str, Tensor]:
+        """Returns the gradient by parameter, as full tensors on the host. Collective."""
+        decoder = self._decoder
+        found = ((name, m.grad) for name, m in self.masters.items() if m.grad is not None)
+        return {name: gather_parameter(decoder, name, grad).to("cpu", copy=True) for name, grad in found}
 
-        Collective. `gather_state` gives the same tensors one at a time.
-        """
-        state: dict[str, Tensor] = {}
-        for name, tensor in gather_state(self.decoder, self.optimizer.state()):
-            if self.decoder.world.is_first:
-                state[name] = tensor.to("cpu", copy=True)
-        return state
+    def state(self) -> dict[str, StateTensor]:
+        """Returns, by name, moments and copied masters, which are put together when they are read. Collective then."""
+        return {key: self._join(key, entry) for key, entry in super().state().items()}
+
+    def _join(self, key: str, entry: StateTensor) -> StateTensor:
+        """Returns an entry for the full tensor of which `entry` is this rank's slice."""
+        name, decoder = _parameter_of(key), self._decoder
+        read = lambda: gather_parameter(decoder, name, entry.read())  # noqa: E731
+        return StateTensor(shape=tuple(decoder.shapes[name]), dtype=entry.dtype, read=read)
 
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `state` returned on the first rank. Not collective: every rank must be given all tensors.
+        """Restores what `state` returned. Raises RunError where a moment is missing or has another shape."""
+        super().load_state(_Slices(tensors, self._decoder), num_steps)
 
-        `num_steps` is the number of optimizer steps that were made until then. Raises RunError where a moment is
-        missing or has another shape.
+
+class _Slices(Mapping[str, Tensor]):
+    """This rank's slices of full tensors whose names end in those of parameters. They are read when looked up."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], decoder: TensorDecoder) -> None:
+        self._tensors = tensors
+        self._decoder = decoder
+
+    def __getitem__(self, key: str) -> Tensor:
+        return cut_state(self._decoder, key, self._tensors[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class TensorBackend(FusedBackend):
+    """Backend of a `TensorDecoder`. Its methods are collective."""
+
+    decoder: TensorDecoder
+    can_retry = False  # the other ranks of the model would wait
+
+    def __init__(self, decoder: TensorDecoder, optim: OptimConfig) -> None:
+        super().__init__(decoder, TensorOptimizer(decoder, optim), None)
+
+    def divide_reference(self, reference: AnyDecoder | None) -> AnyDecoder | None:
+        """Returns this rank's slices of the reference. None = there is none."""
+        return None if reference is None else shard_decoder(reference, self.decoder.world).requires_grad_(False)
+
+    def load_weights(self, decoder: AnyDecoder) -> None:
+        """Replaces the weights by this rank's slices of those of `decoder`, which is whole."""
+        load_full(self.decoder, ((name, p.detach()) for name, p in decoder.named_parameters()))
+
+    def reference_state(self, reference: AnyDecoder) -> dict[str, StateTensor]:
+        """Returns the weights of the reference by parameter name, in at least fp32. They are joined when read."""
+        assert isinstance(reference, TensorDecoder)
+        own = {name: widen(p.detach()) for name, p in reference.named_parameters()}
+        return {name: self._join_reference(reference, name, tensor) for name, tensor in own.items()}
+
+    def _join_reference(self, reference: TensorDecoder, name: str, own: Tensor) -> StateTensor:
+        """Returns an entry for a whole parameter of the reference."""
+        read = lambda: gather_parameter(reference, name, own)  # noqa: E731
+        return StateTensor(shape=tuple(reference.shapes[name]), dtype=own.dtype, read=read)
+
+    def load_reference(self, reference: AnyDecoder, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the weights of the reference by this rank's slices of those that `reference_state` returned."""
+        assert isinstance(reference, TensorDecoder)
+        for name, p in reference.named_parameters():
+            p.data.copy_(cut_slice(name, tensors[name], reference.world))
+
+    def _token_logprobs(
+        self, decoder: Any, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities and entropies [N] of targets [N], the same on every rank."""
+        head = decoder.head_weight
+        return sliced_token_logprobs(hidden, head, targets, decoder.vocabulary, temperature, with_entropy=with_entropy)
+
+    def _gradient_through_head(
+        self, hidden: Tensor, total: Tensor | None, targets: Tensor, temperature: float, gradient: GradientFunction
+    ) -> Tensor:
+        """Returns the gradient of the loss on hidden states [N, d]; `total` is that of this rank's rows of the head.
+
+        `gradient` is called on every rank, with the same numbers.
         """
-        self.optimizer.load_state(scatter_state(self.decoder, tensors), num_steps)
+        head, vocabulary = self.decoder.head_weight, self.decoder.vocabulary
+        return gradient_through_sliced_head(hidden, head, total, targets, temperature, gradient, vocabulary)
 
     def _embed(self, micro: Microbatch) -> Tensor:
         """Returns the embeddings [T, d] of the tokens, detached from the table. Collective."""
@@ -113,9 +148,24 @@ class TensorBackend(FusedBackend):
             total.index_add_(0, rows, embedded.grad.masked_fill(~is_own[:, None], 0).to(total.dtype))
 
 
-def _slice_gradients(d_logprobs: Tensor, d_entropy: Tensor | None) -> GradientFunction:
-    """Returns a gradient function that only cuts rows out of gradients that were computed for all rows before."""
-    return lambda rows, *_: (d_logprobs[rows], None if d_entropy is None else d_entropy[rows])
+def make_tensor_backend(
+    decoder: AnyDecoder, optim: OptimConfig, adapters: Adapters | None, shard: str, world: World
+) -> TensorBackend:
+    """Returns a backend that trains this rank's slices of a copy of `decoder`. `world` are the ranks that hold it.
+
+    Raises ConfigError for adapters, shards and models that cannot be divided so.
+    """
+    if adapters is not None:
+        raise ConfigError(
+            f"learner.tensor = {world.size} cannot be combined with adapters (learner.lora.rank > 0): set "
+            "--learner.tensor 1, or train all weights with --learner.lora.rank 0."
+        )
+    if shard in ("optimizer", "full"):
+        raise ConfigError(
+            f"learner.tensor = {world.size} cannot be combined with learner.shard = {shard}: set --learner.shard none, "
+            "or --learner.tensor 1."
+        )
+    return TensorBackend(shard_decoder(decoder, world), optim)
 
 
 def grad_norm(grads: Mapping[str, Tensor], world: World, replicated: Collection[str]) -> float:
@@ -129,34 +179,19 @@ def grad_norm(grads: Mapping[str, Tensor], world: World, replicated: Collection[
     return math.sqrt(float(total) + whole * whole)
 
 
-def gather_state(decoder: TensorDecoder, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full tensor) for an optimizer's state, one at a time. Collective.
+def cut_state(decoder: TensorDecoder, key: str, full: Tensor) -> Tensor:
+    """Returns this rank's slice of a full tensor of the state, such as "exp_avg/PARAMETER", as a view of it.
 
-    `tensors` are this rank's, as `Optimizer.state` returns them, under names such as "exp_avg/PARAMETER". A tensor that
-    every rank has is yielded as it is, not copied.
+    Raises RunError for a tensor of another shape than the parameter's.
     """
-    for key, own in tensors.items():
-        yield key, gather_parameter(decoder, _parameter_of(key), own)
-
-
-def scatter_state(decoder: TensorDecoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns this rank's slices of the full tensors that `gather_state` yielded, by the same names, as views of them.
-
-    Tensors of other names than the decoder's parameters are left out. Raises RunError for a tensor of another shape.
-    """
-    slices: dict[str, Tensor] = {}
-    for key, full in tensors.items():
-        name = _parameter_of(key)
-        if name not in decoder.shapes:
-            continue
-        if full.shape != decoder.shapes[name]:
-            raise RunError(
-                f'the tensor "{key}" of the checkpoint has shape {list(full.shape)}, and the model needs '
-                f"{list(decoder.shapes[name])}. Move this checkpoint out of the run's folder checkpoints, then use "
-                "cohort resume RUN: it takes the newest one left."
-            )
-        slices[key] = cut_slice(name, full, decoder.world)
-    return slices
+    name = _parameter_of(key)
+    if full.shape != decoder.shapes[name]:
+        raise RunError(
+            f'the tensor "{key}" of the checkpoint has shape {list(full.shape)}, and the model needs '
+            f"{list(decoder.shapes[name])}. Move this checkpoint out of the run's folder checkpoints, then use "
+            "cohort resume RUN: it takes the newest one left."
+        )
+    return cut_slice(name, full, decoder.world)
 
 
 def _parameter_of(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -69,6 +70,8 @@ def count_gpus() -> int:
 def leave_ranks() -> None:
     """Closes the connections to the other ranks, if this process is a rank."""
     if dist.is_initialized():
+        # A divided model refers to the group, and torch aborts the process if the group goes first.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -32,7 +32,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def launch_ranks(args: Sequence[str], num_ranks: int, program: Sequence[str] = ("-m", "cohort")) -> int:
     """Runs `cohort ARGS` as `num_ranks` ranks. Returns 0, or the exit code of the first that failed, when all ended.
 
-    `program` are other words for Python than those that run Cohort. Raises RankError, with the rank and how it ended, if a rank was killed; one that failed has said why itself.
+    `program` are other words for Python than those that run Cohort. Raises RankError, with the rank and how it ended,
+    if a rank was killed; one that failed has said why itself.
     """
     with tempfile.TemporaryDirectory(prefix="cohort-ranks-") as folder, _forward_signals() as ranks:
         for rank in range(num_ranks):

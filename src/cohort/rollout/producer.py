@@ -250,10 +250,13 @@ class Producer:
         Enters the new ones in the ledger as open.
         """
         again, self._reopened = self._reopened[:num], self._reopened[num:]
+        missing = num - len(again)
         first = self._num_begun + len(again)
-        fresh = (
-            self.stream.next_prompts(num - len(again), lambda i: self._is_own(first + i)) if num > len(again) else []
-        )
+        fresh: list[Prompt] = []
+        if missing and self.world.size == 1:
+            fresh = self.stream.next_prompts(missing)
+        elif missing:
+            fresh = self.stream.next_prompts(missing, lambda i: self._is_own(first + i))
         for prompt in fresh:
             self.ledger.add(prompt)
         return again + fresh

@@ -31,7 +31,7 @@ class CardData:
     description: RunDescription
     step: int  # completed
     command: str
-    threads: int
+    threads: int  # per rank
     machine: Machine
     closing: list[str]  # the last lines of the terminal output
     evaluations: Sequence[Evaluation] = ()
@@ -39,6 +39,7 @@ class CardData:
     events: Sequence[EventRow] = ()
     fates: Mapping[str, int] = field(default_factory=dict)  # number of samples by fate; "" = trained on
     picture: str = ""  # name of the file beside the card that has the curves of the run; "" = there is none
+    ranks: int = 1  # processes that trained together when the card was written
 
 
 def render_card(data: CardData) -> str:
@@ -173,9 +174,10 @@ def _render_machine(data: CardData) -> str:
     m = data.machine
     packages = ", ".join(f"{name} {version}" for name, version in m.packages.items())
     accelerator = f", {m.accelerator}" if m.accelerator else ""
+    threads = f"{data.threads} thread(s)" + (f" in each of {data.ranks} ranks" if data.ranks > 1 else "")
     return (
         f"## Where\n\n- {m.processor}, {m.num_cores} core(s), {m.memory} memory{accelerator};"
-        f" {data.threads} thread(s)\n- {m.system}\n- Python {m.python}, {packages}"
+        f" {threads}\n- {m.system}\n- Python {m.python}, {packages}"
     )
 
 

@@ -13,8 +13,6 @@ from contextlib import suppress
 from functools import partial
 from types import TracebackType
 
-import torch
-
 from cohort.config.schema import RunConfig
 from cohort.errors import RunError
 from cohort.evaluation.records import Evaluation, select_comparable
@@ -24,10 +22,11 @@ from cohort.logs.view import CombinedView, GuardedView, Header, StepReport, Summ
 from cohort.loops.stats import compute_times
 from cohort.plot.picture import write_card_picture
 from cohort.run import checkpoint
-from cohort.run.card import CardData, render_card
+from cohort.run.card import render_card
+from cohort.run.card_data import read_card_data
 from cohort.run.directory import RunDirectory
 from cohort.run.job import Job, StepRecord
-from cohort.run.machine import describe_machine, program_name
+from cohort.run.machine import program_name
 from cohort.run.monitor import StepMonitor
 from cohort.run.naming import find_best_step
 from cohort.run.recovery import METRICS_CHECKSUM, NUM_STEPS, Notice, restore_newest, take_back_later_steps
@@ -246,7 +245,9 @@ class Run:
         # By this event `cohort runs` tells a run that was stopped or is done from one that was killed.
         self._pending.append(("run", describe_end(summary.complete, self.ended_by, self._signals.requested)))
         self._write_pending_events()
-        write_atomically(self.directory.card, self._render_card(summary, picture))
+        about, num_ranks = self._description, self._world.size
+        data = read_card_data(self.directory, self.config, about, summary, self.evaluations, picture, num_ranks)
+        write_atomically(self.directory.card, render_card(data))
         self._view.finish(summary)
         return summary
 
@@ -415,31 +416,6 @@ class Run:
             ended_by=self.ended_by,
             next_commands=[join_command(command) for command in commands],
         )
-
-    def _render_card(self, summary: Summary, picture: str) -> str:
-        """Returns the run card as Markdown: from run.db, all evaluations of the run, and the lines of `summary`.
-
-        `picture` is the name of the file with the curves of the run; "" = there is none.
-        """
-        with Reader(self.directory.database) as reader:
-            events = reader.read_events()
-            return render_card(
-                CardData(
-                    name=self.directory.path.name,
-                    config=self.config,
-                    description=self._description,
-                    step=self.step,
-                    command=next((event.text for event in events if event.kind == "command"), ""),
-                    threads=torch.get_num_threads(),
-                    machine=describe_machine(torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""),
-                    closing=summary.format_lines(),
-                    evaluations=[self.evaluations[step] for step in sorted(self.evaluations)],
-                    series=reader.read_all_series(),
-                    events=events,
-                    fates=reader.count_fates(),
-                    picture=picture,
-                )
-            )
 
     def _record_sink_failure(self, name: str, problem: str) -> None:
         """Records the event that the sink `name` failed because of `problem`. The run goes on without the sink."""

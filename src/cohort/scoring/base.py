@@ -6,15 +6,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from cohort.errors import TaskError
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import Past
 from cohort.types import Answer, Outcome, Row
 
-if TYPE_CHECKING:
-    from cohort.world import World
+
+class Ranks(Protocol):
+    """What a pool needs of the ranks that score together. See `cohort.world.World`."""
+
+    size: int
+
+    def share(self, value: Any) -> Any:
+        """Returns the value that the first rank passes."""
+
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks on the first rank, and [] on the others."""
 
 
 class Pool(ABC):
@@ -57,13 +66,13 @@ class Pool(ABC):
     def num_pending(self) -> int:
         """The number of submitted answers and groups whose outcome `poll` still has to return."""
 
-    def keep_outcomes(self, path: Path | None, world: World | None = None) -> None:  # noqa: B027  (most keep nothing)
+    def keep_outcomes(self, path: Path | None, world: Ranks | None = None) -> None:  # noqa: B027  (most keep nothing)
         """Keeps outcomes of outside services in the file at `path` from now on, and uses those that are in it.
 
         Of several ranks in `world` only the first has a path. Does nothing if the task asks no outside service.
         """
 
-    def share_outcomes(self, world: World) -> None:  # noqa: B027  (most keep nothing)
+    def share_outcomes(self, world: Ranks) -> None:  # noqa: B027  (most keep nothing)
         """Brings outcomes of outside services to the file of the first rank. Every rank must call it."""
 
     @abstractmethod

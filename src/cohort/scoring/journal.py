@@ -15,16 +15,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cohort.scoring.base import Pool
+from cohort.scoring.base import Pool, Ranks
 from cohort.scoring.wire import answer_to_list
 from cohort.system.json_text import parse_json
 from cohort.tasks.environment import Past
 from cohort.types import Answer, Outcome, Row
-
-if TYPE_CHECKING:
-    from cohort.world import World
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +80,13 @@ class OutcomeJournal:
         os.fsync(self._file)
         self._known.update(new)
 
-    def share_known(self, world: World) -> None:
+    def share_known(self, world: Ranks) -> None:
         """Tells all ranks what the first one knows. Every rank must call it."""
         known = [[key, [_outcome_to_dict(o) for o in outcomes]] for key, outcomes in self._known.items()]
         for key, outcomes in world.share(known):
             self._known.setdefault(key, [_read_outcome(fields) for fields in outcomes])
 
-    def send_new(self, world: World) -> None:
+    def send_new(self, world: Ranks) -> None:
         """Brings what is new on other ranks to the first one, which writes it to its file. Every rank must call it."""
         new = [[key, [_outcome_to_dict(o) for o in outcomes]] for key, outcomes in self._new]
         self._new = []
@@ -151,7 +148,7 @@ class JournaledPool(Pool):
         self._next_id = 0
         self._is_closed = False
 
-    def keep_outcomes(self, path: Path | None, world: World | None = None) -> None:
+    def keep_outcomes(self, path: Path | None, world: Ranks | None = None) -> None:
         """Reads the journal at `path`, which is made if it does not exist, and keeps all outcomes there from now on.
 
         Of several ranks only the first has a path. The others learn what it has read.
@@ -160,7 +157,7 @@ class JournaledPool(Pool):
         if world is not None and world.size > 1:
             self.journal.share_known(world)
 
-    def share_outcomes(self, world: World) -> None:
+    def share_outcomes(self, world: Ranks) -> None:
         """Brings the outcomes of all ranks to the journal of the first. Every rank must call it."""
         if self.journal is not None and world.size > 1:
             self.journal.send_new(world)

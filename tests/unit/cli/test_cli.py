@@ -27,6 +27,7 @@ from cohort.config.schema import DrGRPO
 from cohort.errors import CohortError, ConfigError
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.countdown import Countdown
+from cohort.world import ONE_PROCESS
 from tests.helpers.evaluations import evaluation
 
 
@@ -189,7 +190,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    "command", ["train quickstart", "resume runs/a", "eval countdown", "check quickstart", "replay runs/a --step 1"]
+    "command", ["sweep quickstart --optim.lr 1,2", "chat tiny", "check quickstart", "replay runs/a --step 1"]
 )
 def test_several_ranks_are_refused_before_anything_is_done(
     command: str, build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -200,13 +201,6 @@ def test_several_ranks_are_refused_before_anything_is_done(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert "WORLD_SIZE is 2" in err and "Start one process" in err and "unset WORLD_SIZE" in err
-    assert build.calls == []
-
-
-def test_train_from_python_refuses_several_ranks(build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(CohortError, match="WORLD_SIZE is 8"):
-        cohort.train("quickstart")
     assert build.calls == []
 
 
@@ -253,7 +247,27 @@ def run_a(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("args", [["runs/a", "--steps", "9"], ["--steps", "9", "runs/a"], ["a", "--steps=9"]])
 def test_resume_takes_the_run_before_or_after_its_flags(args: list[str], build: SimpleNamespace) -> None:
     assert main(["resume", *args]) == 0
-    assert build.calls == [("resume", Path("runs/a"), 9, "plain")]
+    assert build.calls == [("resume", Path("runs/a"), 9, "plain", [])]
+
+
+@pytest.mark.usefixtures("run_a")
+def test_resume_takes_settings_that_may_change(build: SimpleNamespace) -> None:
+    assert main(["resume", "runs/a", "--learner.shard", "full", "--scoring.env", "A", "B", "--steps=9"]) == 0
+    changes = ["--learner.shard=full", "--scoring.env", "A", "B"]
+    assert build.calls == [("resume", Path("runs/a"), 9, "plain", changes)]
+
+
+@pytest.mark.parametrize("command", ["train quickstart", "resume runs/a", "eval countdown"])
+@pytest.mark.usefixtures("run_a")
+def test_half_of_the_variables_of_a_launcher_are_refused(
+    command: str, build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler may set WORLD_SIZE without starting ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "RANK, LOCAL_RANK is not set" in err and "--ranks N" in err
+    assert [call for call in build.calls if call[0] != "find_model"] == []
 
 
 @pytest.mark.usefixtures("run_a")
@@ -321,7 +335,11 @@ def evaluator_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_eval_prints_the_numbers(evaluator_calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     args = ["eval", "countdown", "--model", "tiny", "--samples", "4", "--task.max-target", "50", "--out", "some"]
     assert main(args) == 0
-    assert evaluator_calls == [("tiny", EvalOptions(samples=4)), (Countdown(max_target=50), Path("some")), ("closed",)]
+    assert evaluator_calls == [
+        ("tiny", EvalOptions(samples=4), ONE_PROCESS),
+        (Countdown(max_target=50), Path("some")),
+        ("closed",),
+    ]
     shown, progress = capsys.readouterr()
     assert "avg@4        0.625, 95% interval 0.173 to 0.930" in shown  # worth 2.7 independent answers
     assert "pass@2       0.750" in shown  # problem b: 1 of 4 right, 1 - C(3,2)/C(4,2) = 0.5
@@ -333,7 +351,7 @@ def test_eval_prints_the_numbers(evaluator_calls: list[tuple[Any, ...]], capsys:
 
 def test_eval_of_several_tasks(evaluator_calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "countdown", "arithmetic", "--countdown.max-target", "50", "--limit", "3"]) == 0
-    assert evaluator_calls[0] == ("tiny", EvalOptions(limit=3))
+    assert evaluator_calls[0] == ("tiny", EvalOptions(limit=3), ONE_PROCESS)
     assert evaluator_calls[1:3] == [(Countdown(max_target=50), Path("evals")), (Arithmetic(), Path("evals"))]
     shown = capsys.readouterr().out
     assert shown.index("task         countdown") < shown.index("task         arithmetic")

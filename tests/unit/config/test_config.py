@@ -766,7 +766,7 @@ algo.kl.refresh algo.correction.kind algo.correction.level algo.correction.bound
 algo.dual_clip algo.credit.per algo.credit.discount replay.prompts replay.steps optim.lr optim.schedule optim.warmup
 optim.lr_floor optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.clip_norm
 learner.epochs learner.minibatches learner.token_budget learner.prefix_sharing learner.dtype learner.lora.rank
-learner.lora.alpha learner.lora.targets learner.lora.base learner.lora.load eval.every
+learner.shard learner.tensor learner.lora.alpha learner.lora.targets learner.lora.base learner.lora.load eval.every
 eval.problems eval.samples eval.temperature eval.split eval.validation_share batch.too_long date
 save.every save.keep_last save.keep_best save.rollouts
 """.split()  # noqa: SIM905 (a list of sixty literals is no easier to read)
@@ -809,8 +809,8 @@ def test_the_commands_in_the_readme_load() -> None:
     commands = [c for c in commands if not re.search(r"--help|--sinks|\.py:|reasoning_gym", c)]
     assert len(commands) >= 2, commands
     for command in commands:
-        # The name of a run is a flag of the command, not a setting.
-        recipe, *args = re.sub(r" --name \S+", "", command).split()
+        # The name of a run and the number of ranks are flags of the command, not settings.
+        recipe, *args = re.sub(r" --(name|ranks) \S+", "", command).split()
         load_config(recipe, args)
 
 

@@ -9,8 +9,14 @@ import torch
 
 from cohort.config.schema import LoraConfig, OptimConfig
 from cohort.errors import ConfigError, RunError
-from cohort.learner.backend import FusedBackend
-from cohort.learner.tensor_backend import TensorBackend, grad_norm, scatter_state, tensor_bytes_per_microbatch
+from cohort.learner.backend import make_backend
+from cohort.learner.tensor_backend import (
+    TensorBackend,
+    cut_state,
+    grad_norm,
+    make_tensor_backend,
+    tensor_bytes_per_microbatch,
+)
 from cohort.models.lora import Adapters
 from cohort.models.tensor import shard_decoder
 from cohort.world import World
@@ -38,7 +44,7 @@ def test_the_norm_counts_slices_once_each_and_common_tensors_once():
 def test_one_rank_with_all_slices_is_one_process():
     micro = pack_groups(random_groups(), 200).minibatches[0].microbatches[0]
     decoder = small_decoder(torch.float64)
-    whole = FusedBackend(decoder, OptimConfig(), None)
+    whole = make_backend(decoder, OptimConfig(), None)
     sliced = TensorBackend(shard_decoder(decoder, World()), OptimConfig())
     for backend in (whole, sliced):
         backend.backward(micro, 0.7, lambda rows, logprobs, entropy: (logprobs, entropy), per_token=True)
@@ -54,19 +60,20 @@ def test_a_loss_without_gradient_is_not_carried_further():
     assert backend.decoder.layers[0].qkv.grad is None
 
 
-def test_adapters_are_refused():
-    decoder = shard_decoder(small_decoder(), World())
+def test_adapters_and_other_divisions_are_refused():
     adapters = Adapters(small_decoder(), LoraConfig(rank=2))
     with pytest.raises(ConfigError, match=r"learner\.tensor = 1 .* --learner\.lora\.rank 0") as refused:
-        TensorBackend(decoder, OptimConfig(), adapters)
+        make_tensor_backend(small_decoder(), OptimConfig(), adapters, "none", World())
     assert "\n" not in str(refused.value)
+    for shard in ("optimizer", "full"):
+        with pytest.raises(ConfigError, match=rf"learner\.shard = {shard}: set --learner\.shard none"):
+            make_tensor_backend(small_decoder(), OptimConfig(), None, shard, World())
 
 
-def test_a_state_of_another_shape_is_refused_and_other_names_are_left_out():
+def test_a_state_of_another_shape_is_refused():
     decoder = shard_decoder(small_decoder(), World())
-    assert not scatter_state(decoder, {"adapter/q_proj.A": torch.zeros(2)})
     with pytest.raises(RunError, match=r'"exp_avg/norm.weight" .* shape \[5\], and the model needs \[32\]'):
-        scatter_state(decoder, {"exp_avg/norm.weight": torch.zeros(5)})
+        cut_state(decoder, "exp_avg/norm.weight", torch.zeros(5))
 
 
 def test_one_rank_sends_nothing():

@@ -162,8 +162,8 @@ MANY_PARAMETERS = {"learner.local:__init__": 9, "tasks.stream:__init__": 9}
 # user's function, users had tools and environments with limits and outcomes of calls, turns had advantages of their
 # own, and engines kept the keys and values of conversations between turns. It was 21,000 before rewards asked outside
 # services, with many answers at once, a journal and keys, groups were scored together, rewards were any number, and
-# tables of run.db had turns. It was 22,300 before several ranks trained together, with the optimizer, the whole model or
-# every matrix divided among them.
+# tables of run.db had turns. It was 22,300 before several ranks trained together, with the optimizer, the whole model
+# or every matrix divided among them.
 MAX_PACKAGE = 25_000
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
     # The traces that SFT imitates among them, and the notations of mathematical answers. It was 4,600 before questions
@@ -195,7 +195,8 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     # Runs evaluate too. It was 1,000 before wrong names had answers at once and comparisons called runs by their names.
     # It was 1,100 before evaluations had conversations.
     # It was 1,150 before mean rewards stood beside accuracies, with Student's distribution, which sweeps use too.
-    ("evaluation", "cli.eval", "cli.compare"): 1_250,
+    # It was 1,250 before several ranks divided the problems of an evaluation.
+    ("evaluation", "cli.eval", "cli.compare"): 1_350,
     # The table of runs: more than a tool has, because it fits every terminal and knows sweeps and damaged runs.
     # It was 1,060 before runs could have a mean reward in place of an accuracy, and settings that depend on others.
     (

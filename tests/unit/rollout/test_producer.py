@@ -112,7 +112,7 @@ def test_prompts_are_begun_ahead_by_the_share_that_was_rejected():
     made = producer(order="continuous")
     begun: list[int] = []
     whole = made._open_groups
-    made._open_groups = lambda prompts: (begun.append(len(prompts)), whole(prompts))[1]
+    made._open_groups = lambda prompts, is_own: (begun.append(len(prompts)), whole(prompts, is_own))[1]
     for step in range(4):
         begun.clear()
         made.close_groups(made.collect(4, lambda group: group.prompt.row["n"] % 2 == 0))

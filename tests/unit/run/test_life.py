@@ -288,7 +288,7 @@ def test_other_settings_are_refused_and_nothing_is_touched(tmp_path):
     run_to_end(directory, make_quiet_view())
     before = collect_remains(directory)
     other = RunDirectory.open(directory.path)
-    with pytest.raises(RunError, match=r"seed = 0, not 7.*all settings except steps"):
+    with pytest.raises(RunError, match=r"seed = 0, not 7.*A run keeps its settings"):
         Run(other, small_run(seed=7), PretendJob(), make_quiet_view()).__enter__()
     with pytest.raises(RunError, match="--steps is 2: a run can be extended"):
         Run(other, small_run(steps=2), PretendJob(), make_quiet_view()).__enter__()
