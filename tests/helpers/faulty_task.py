@@ -44,6 +44,8 @@ class Faulty:
             correct = float(int(re.findall(r"\d+", text)[-1]) == row["a"] + row["b"])
         elif self.fault == "raising" or (self.fault == "raising on numbers" and re.search(r"\d", text)):
             raise ValueError("no")
+        elif self.fault == "raising on samples" and answer.tokens:
+            raise ValueError("a sample")
         elif self.fault == "slow to raise" and text:
             time.sleep(0.2)
             raise ValueError("no")

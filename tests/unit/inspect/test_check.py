@@ -301,6 +301,12 @@ def test_nothing_is_ok_or_said_of_a_grader_that_always_raises() -> None:
     assert [(f.status, f.name) for f in findings] == [("FAIL", "reward/failures"), ("warn", "reward/verdicts")]
 
 
+def test_a_grader_that_raises_on_samples_of_the_model_fails_with_the_exception() -> None:
+    [signal] = [f for f in run_reward_checks("raising on samples") if f.status == "FAIL"]
+    assert signal.name == "reward/signal" and "4 of 4 samples of the model could not be scored" in signal.text
+    assert "ValueError: a sample (faulty_task.py, line " in signal.text and "easier" not in signal.text
+
+
 def test_a_check_without_scores_is_not_ok() -> None:
     """The grader scores answers without a number in them, and no others: all right answers have one."""
     findings = {f.name: f for f in run_reward_checks("raising on numbers")}

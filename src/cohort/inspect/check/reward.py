@@ -6,26 +6,20 @@ Scoring goes through the same pool of worker processes that a run uses.
 from __future__ import annotations
 
 import math
-import re
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from cohort.errors import TaskError
+from cohort.inspect.check.cases import NUM_REPEATS, Case, advise_on_failure, is_failed, make_cases, score_cases
 from cohort.inspect.check.continuous import check_continuous
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
+from cohort.inspect.check.samples import check_signal, score_samples
 from cohort.inspect.check.trial import Trial
 from cohort.jobs.build import RLJob
 from cohort.logs.escape import escape_line
-from cohort.models.catalog import notice_if_not_taught
-from cohort.rollout.episode import make_answer
-from cohort.scoring.base import Pool
 from cohort.scoring.start import choose_num_workers, start_scorer
-from cohort.tasks.calls import get_gold, resolve_row
+from cohort.tasks.calls import resolve_row
 from cohort.tasks.parts import NO_PART
-from cohort.types import Answer, Outcome, Prompt, Sample
 
 # Rows of the training and of the test split that answers are made for.
 NUM_TRAIN = 12
@@ -37,27 +31,7 @@ WARN_STEP_SECONDS = 5.0  # time of all scores of a step
 FAIL_REWARD_SHARE = 0.5
 WARN_REWARD_SHARE = 0.2
 WARN_ROW_SHARE = 0.2  # of the rows: how often a wrong answer may be accepted
-NUM_REPEATS = 50
-# Format without content, in the formats that tasks commonly ask for.
-SKELETONS = ("<answer></answer>", "<think></think><answer></answer>", "\\boxed{}", "#### ", "{}", "```\n```")
 CHEAP_KINDS = ("empty", "whitespace", "skeleton")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One answer to be scored and, once it is scored, its outcome.
-
-    `kind` says how the answer was made: empty, whitespace, echo (the prompt itself), skeleton (format only), gold
-    (the task's right answer), truncated, repeated, other (the gold answer of another row), sample (from the model).
-    """
-
-    prompt: Prompt
-    kind: str
-    answer: Answer
-    outcome: Outcome = field(default_factory=Outcome)
-    seconds: float = 0.0  # that the score took
-    reward: float = 0.0
-    correct: bool = False
 
 
 def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Finding]:
@@ -78,14 +52,14 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
     if len(scored_alone) < len(rows):
         yield ok("reward/environment", "rewards come from the environment, which played the sampled episodes")
     if not scored_alone:
-        yield check_signal(trial, seconds)
+        yield check_signal(trial, score_samples(trial, seconds))
         return
     rows = scored_alone
     if task.service:
         rows = rows[:: max(1, len(rows) // NUM_SERVICE_ROWS)][:NUM_SERVICE_ROWS]
     try:
         cases = make_cases(task, rows)
-        scored = list(_score_cases(job, job.scorer, cases, seconds))
+        scored = list(score_cases(job, job.scorer, cases, seconds))
         yield check_failures(scored)
         # What the other checks compare are scores, so answers without one are left out.
         judged = [c for c in scored if not c.outcome.failure]
@@ -100,83 +74,12 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
         else:
             yield check_repeatable(job, judged, seconds)
             yield check_order(job, judged, seconds)
-        yield check_signal(trial, seconds)
+        yield check_signal(trial, score_samples(trial, seconds))
     except TaskError as error:
         yield fail(
             "reward/contract",
             f"{escape_line(str(error), 300)}. Correct the grader; the reward checks after this did not run.",
         )
-
-
-def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
-    """Returns the answers to try on the grader for each prompt, not yet scored: right, empty, copied and so on.
-
-    All kinds of a prompt come before the next prompt, so that each kind has been tried when time runs out. Kinds made
-    from a right answer are left out where the task gives none.
-    """
-    golds = [_get_gold(task, p) for p in prompts]
-    cases: list[Case] = []
-    for n, (prompt, gold) in enumerate(zip(prompts, golds, strict=True)):
-        asked = [m["content"] for m in prompt.messages if m["role"] == "user" and isinstance(m.get("content"), str)]
-        texts = [("empty", ""), ("whitespace", " \n\t \n"), ("echo", "\n".join(asked))]
-        texts += [("skeleton", s) for s in SKELETONS]
-        if gold:
-            other = golds[(n + 1) % len(golds)]
-            repeated = "\n".join([gold] * NUM_REPEATS)
-            texts += [("gold", gold), ("truncated", gold[: len(gold) // 2]), ("repeated", repeated)]
-            # The task's own format without content: the gold answer with all words removed but those in tags.
-            texts += [("skeleton", re.sub(r"(</?\w+>)|\w+", lambda m: m[1] or "", gold))]
-            texts += [("other", other)] if other not in ("", gold) else []
-        cases += [Case(prompt=prompt, kind=kind, answer=_make_case_answer(prompt, kind, text)) for kind, text in texts]
-    return cases
-
-
-def _get_gold(task: object, prompt: Prompt) -> str:
-    """Returns the right answer that the task's `gold` gives for the prompt's row.
-
-    Returns "" if the task has no `gold` or that raises TaskError. Raises UserCodeError if that of a user's task
-    raises something else.
-    """
-    try:
-        return get_gold(task, prompt.row) or ""
-    except TaskError:
-        return ""
-
-
-def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
-    """Returns `text` in the form in which the grader gets an answer to the prompt.
-
-    For the kinds gold, repeated, other and truncated `text` is the full answer. For other kinds the full answer begins
-    with the text that the task forces on the model, if any. Its number of tokens is the number of words in `text`.
-    """
-    answer = make_answer(prompt, Sample(tokens=[], provenance=[], sampler_logprobs=[], text=text))
-    # A gold answer is complete: a prefix that the task forces on the model is already part of its text.
-    is_whole = kind in ("gold", "repeated", "other", "truncated")
-    return replace(answer, num_tokens=len(text.split()), full=text if is_whole else answer.full)
-
-
-def _score_cases(job: RLJob, pool: Pool, cases: Iterable[Case], seconds: float) -> Iterator[Case]:
-    """Scores the cases in `pool`, and yields copies with outcome, reward, correct and seconds.
-
-    They are scored one after another, so that each is timed alone; where scoring asks an outside service, as many at
-    once as in a run, and each has the time of all. A case is correct if the task's accuracy part is 1; one that could
-    not be scored has the reward 0. Stops after the case during which `seconds` since the start have passed. A grader
-    that hangs on a case costs that case its own time limit only.
-    """
-    begin = time.perf_counter()
-    accuracy = job.config.task.accuracy
-    at_once = job.config.scoring.concurrency if job.config.task.service else 1
-    waiting = iter(cases)
-    while batch := list(islice(waiting, at_once)):
-        start = time.perf_counter()
-        outcomes = pool.score([(case.prompt.row, case.answer) for case in batch])
-        now = time.perf_counter()
-        for case, outcome in zip(batch, outcomes, strict=True):
-            reward = job.producer.settings.compute_reward(outcome.parts)
-            correct = accuracy is not None and outcome.parts.get(accuracy, 0.0) == 1.0
-            yield replace(case, outcome=outcome, seconds=now - start, reward=reward, correct=correct)
-        if now - begin > seconds:
-            return
 
 
 # ---- the grader itself
@@ -187,7 +90,7 @@ def check_failures(scored: Sequence[Case]) -> Finding:
     name = "reward/failures"
     # A task may say that no part of its reward applies to an answer. That is no mistake of the grader.
     idle = [c for c in scored if c.outcome.failure == NO_PART]
-    failed = [c for c in scored if c.outcome.failure and c.outcome.failure != NO_PART]
+    failed = [c for c in scored if is_failed(c)]
     if not failed:
         also = f"; to {len(idle)} of them no part of the reward applies" if idle else ""
         return ok(name, f"all {len(scored)} answers could be scored{also}", answers=len(scored))
@@ -195,7 +98,7 @@ def check_failures(scored: Sequence[Case]) -> Finding:
     problem = escape_line(failed[0].outcome.failure, 300)
     first = f'the first, {failed[0].kind} text {quote(failed[0].answer.text)}: "{problem}"'
     text = f"{len(failed)} of {len(scored)} answers could not be scored; {first}"
-    return fail(name, f"{text}. A wrong answer must get the score 0, not raise an exception.", failed=len(failed))
+    return fail(name, f"{text}{advise_on_failure(problem)}", failed=len(failed))
 
 
 def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
@@ -225,7 +128,7 @@ def check_repeatable(job: RLJob, scored: Sequence[Case], seconds: float) -> Find
 
     Stops after `seconds` and compares what was scored until then. Compares reward parts only.
     """
-    again = _score_cases(job, job.scorer, scored, seconds)
+    again = score_cases(job, job.scorer, scored, seconds)
     remedy = "A score may depend on the row and the answer alone: no clock, no counter, no unseeded random numbers."
     return _compare_scores("reward/repeatable", list(zip(scored, again, strict=False)), "scored twice", remedy)
 
@@ -237,7 +140,7 @@ def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
     """
     turned = list(scored)[::-1]
     with start_scorer(job.config.task, job.config.scoring) as pool:
-        again = list(_score_cases(job, pool, turned, seconds))
+        again = list(score_cases(job, pool, turned, seconds))
     remedy = "The grader remembers something between answers, or depends on its process: it must do neither."
     how = "scored in another order by another worker"
     return _compare_scores("reward/order", list(zip(turned, again, strict=False)), how, remedy)
@@ -414,37 +317,3 @@ def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) 
     if len(paid) <= WARN_ROW_SHARE * len(tried):
         return ok(f"reward/{kind}", text, rate=len(paid) / len(tried))
     return warn(f"reward/{kind}", f"{text}: guessing pays. Is the grader too lenient?", rate=len(paid) / len(tried))
-
-
-# ---- the model's own samples
-
-
-def check_signal(trial: Trial, seconds: float) -> Finding:
-    """Scores the trial's samples, stores their rewards in them, and reports how many groups have differing rewards.
-
-    Returns warn if there is no such group or no sample could be scored, else ok. A sample's reward is None if the
-    grader failed on it, or if `seconds` had passed before it.
-    """
-    name = "reward/signal"
-    job = trial.job
-    begin = time.perf_counter()
-    # Conversations were scored when they ended.
-    for group in trial.sampled if job.scorer.conversation is None else ():
-        for s in group.samples:
-            case = Case(prompt=group.prompt, kind="sample", answer=make_answer(group.prompt, s))
-            has_time = time.perf_counter() - begin < seconds
-            scored = list(_score_cases(job, job.scorer, [case] if has_time else [], seconds))
-            s.reward = scored[0].reward if scored and not scored[0].outcome.failure else None
-    rewards = [s.reward for g in trial.sampled for s in g.samples if s.reward is not None]
-    alive = sum(len({s.reward for s in g.samples} - {None}) > 1 for g in trial.sampled)
-    if not rewards:
-        return warn(name, "not checked: no sample of the model could be scored.")
-    mean = statistics.fmean(rewards)
-    text = f"{alive} of {len(trial.sampled)} sampled groups have rewards that differ, mean reward {mean:.2f}"
-    if alive:
-        return ok(name, text, groups=alive, mean=mean)
-    advice = (
-        "equal rewards train nothing: try an easier or harder task, more samples, or a model that solves some problems."
-    )
-    notice = notice_if_not_taught(job.config.model, job.config.task.name)
-    return warn(name, f"{text}; {advice}" + (f" Note: {notice}." if notice else ""), groups=0, mean=mean)
