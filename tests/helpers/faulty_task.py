@@ -40,6 +40,8 @@ class Faulty:
         tags = 0.0
         if self.fault == "constant":
             correct = 0.0
+        elif self.fault == "tokens":
+            correct, tags = 0.0, float(sum(answer.tokens))
         elif self.fault == "crashing":
             correct = float(int(re.findall(r"\d+", text)[-1]) == row["a"] + row["b"])
         elif self.fault == "raising" or (self.fault == "raising on numbers" and re.search(r"\d", text)):

@@ -17,6 +17,7 @@ from cohort.config.algos import GSPO, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
 from cohort.data import pack as packing
 from cohort.fates import Fate
+from cohort.inspect.check.cases import advise_on_failure
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
 from cohort.inspect.check.plan import check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
@@ -329,6 +330,23 @@ def test_held_out_rows_that_are_trained_on_are_a_finding(num: int, status: str) 
     found = check_overlap(overlap)
     assert (found.status, found.name) == (status, "task/overlap")
     assert (f"{num} of 20 test rows" in found.text and '"test-3" as "train-5"' in found.text) == (num > 0)
+
+
+def test_half_an_answer_is_not_called_accepted_where_nothing_is_paid() -> None:
+    [found] = [f for f in run_reward_checks("constant") if f.name == "reward/truncated"]
+    assert found.status == "ok" and "accepted in 0 of" in found.text
+
+
+def test_what_the_model_says_counts_where_made_up_answers_earn_the_same() -> None:
+    """The reward is the number of tokens that were sampled, and made-up answers have none."""
+    findings = {f.name: f for f in run_reward_checks("tokens")}
+    assert findings["reward/signal"].status == "ok" and "2 of 2" in findings["reward/signal"].text
+    assert findings["reward/varies"].status == "ok", findings["reward/varies"]
+
+
+def test_the_failure_of_a_service_has_its_own_advice_alone() -> None:
+    failure = "scoring failed: ServiceError: the variable KEY is not set. Set it."
+    assert advise_on_failure(failure) == "." and "score 0" in advise_on_failure("the grader raised ValueError: no")
 
 
 def test_a_slow_reward_is_named_and_the_rehearsal_stays_short() -> None:

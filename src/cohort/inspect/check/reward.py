@@ -67,14 +67,17 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
             yield warn("reward/verdicts", "the other checks of the reward did not run, because they need scores.")
             return
         yield check_speed(job, scored)
-        yield from check_verdicts(job, judged, {c.kind for c in cases})
+        # What the model says may earn what no made-up answer does.
+        samples = score_samples(trial, seconds)
+        said = [c for c in samples if not c.outcome.failure]
+        yield from check_verdicts(job, [*judged, *said], {"sample", *(c.kind for c in cases)})
         if task.service:
             kept = "what an outside service says is kept in the run's journal, so a resumed run gets the same scores"
             yield ok("reward/repeatable", f"not scored twice: {kept}")
         else:
             yield check_repeatable(job, judged, seconds)
             yield check_order(job, judged, seconds)
-        yield check_signal(trial, score_samples(trial, seconds))
+        yield check_signal(trial, samples)
     except TaskError as error:
         yield fail(
             "reward/contract",
@@ -232,8 +235,8 @@ def check_empty(empty: Sequence[Case]) -> Finding:
 def check_variation(scored: Sequence[Case], gold: Sequence[Case], has_gold: bool, has_tools: bool = False) -> Finding:
     """Returns FAIL if all answers got the same reward, else ok.
 
-    Returns only warn if the reward is always 0 and no right answers (`gold`) were scored, or if the task `has_tools`:
-    the answers that are tried here make no calls. `has_gold` = the task gives right answers.
+    `scored` has samples of the model too. Returns only warn if the reward is always 0 and no right answers (`gold`)
+    were scored, or if the task `has_tools`: the answers that are made up here make no calls. `has_gold` = the task gives right answers.
     """
     name = "reward/varies"
     rewards = {c.reward for c in scored}
@@ -311,8 +314,9 @@ def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) 
     """Returns warn if wrong answers of one kind are accepted in more than a fifth of the rows, else ok.
 
     An answer is accepted if it is correct or earns at least half of the `full` reward. `words` describes the kind.
+    Where right answers earn nothing, no reward accepts an answer.
     """
-    paid = [c for c in tried if c.correct or c.reward >= FAIL_REWARD_SHARE * full]
+    paid = [c for c in tried if c.correct or 0 < full * FAIL_REWARD_SHARE <= c.reward]
     text = f"{words} is accepted in {len(paid)} of {len(tried)} rows"
     if len(paid) <= WARN_ROW_SHARE * len(tried):
         return ok(f"reward/{kind}", text, rate=len(paid) / len(tried))
