@@ -44,6 +44,8 @@ class Faulty:
             correct, tags = 0.0, float(sum(answer.tokens))
         elif self.fault == "crashing":
             correct = float(int(re.findall(r"\d+", text)[-1]) == row["a"] + row["b"])
+        elif self.fault == "one wrong":
+            correct *= row["id"] != "test-5"
         elif self.fault == "raising" or (self.fault == "raising on numbers" and re.search(r"\d", text)):
             raise ValueError("no")
         elif self.fault == "raising on samples" and answer.tokens:

@@ -308,6 +308,16 @@ def test_a_grader_that_raises_on_samples_of_the_model_fails_with_the_exception()
     assert "ValueError: a sample (faulty_task.py, line " in signal.text and "easier" not in signal.text
 
 
+def test_right_answers_of_all_rows_are_tried_where_that_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right answer that is wrong in one row of 26 is found; without time for it, the finding says "of 26"."""
+    assert "reward/gold" in get_failed_names(run_reward_checks("one wrong"))
+    [gold] = [f for f in run_reward_checks("") if f.name == "reward/gold"]
+    assert gold.text == "the right answers of 26 of 26 rows have correct = 1, the accuracy"
+    monkeypatch.setattr("cohort.inspect.check.reward.GOLD_SECONDS", 0.0)
+    [gold] = [f for f in run_reward_checks("") if f.name == "reward/gold"]
+    assert gold.text.startswith("the right answers of 16 of 26 rows")
+
+
 def test_a_check_without_scores_is_not_ok() -> None:
     """The grader scores answers without a number in them, and no others: all right answers have one."""
     findings = {f.name: f for f in run_reward_checks("raising on numbers")}

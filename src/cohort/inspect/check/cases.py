@@ -64,7 +64,7 @@ def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
     All kinds of a prompt come before the next prompt, so that each kind has been tried when time runs out. Kinds made
     from a right answer are left out where the task gives none.
     """
-    golds = [_get_gold(task, p) for p in prompts]
+    golds = [find_gold(task, p) for p in prompts]
     cases: list[Case] = []
     for n, (prompt, gold) in enumerate(zip(prompts, golds, strict=True)):
         asked = [m["content"] for m in prompt.messages if m["role"] == "user" and isinstance(m.get("content"), str)]
@@ -81,7 +81,7 @@ def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
     return cases
 
 
-def _get_gold(task: object, prompt: Prompt) -> str:
+def find_gold(task: object, prompt: Prompt) -> str:
     """Returns the right answer that the task's `gold` gives for the prompt's row.
 
     Returns "" if the task has no `gold` or that raises TaskError. Raises UserCodeError if that of a user's task
@@ -91,6 +91,22 @@ def _get_gold(task: object, prompt: Prompt) -> str:
         return get_gold(task, prompt.row) or ""
     except TaskError:
         return ""
+
+
+def score_golds(job: RLJob, prompts: Iterator[list[Prompt]], seconds: float) -> list[Case]:
+    """Scores the right answers of further prompts, which come in small lists, and returns them as scored cases.
+
+    Stops after the list during which `seconds` have passed. Prompts without a right answer are left out.
+    """
+    begin = time.perf_counter()
+    task = job.config.task
+    scored: list[Case] = []
+    while time.perf_counter() - begin < seconds and (batch := next(prompts, None)) is not None:
+        golds = [(prompt, find_gold(task, prompt)) for prompt in batch]
+        made = [Case(prompt=p, kind="gold", answer=_make_case_answer(p, "gold", text)) for p, text in golds if text]
+        outcomes = job.scorer.score([(case.prompt.row, case.answer) for case in made])
+        scored += [case.with_outcome(job, outcome) for case, outcome in zip(made, outcomes, strict=True)]
+    return scored
 
 
 def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:

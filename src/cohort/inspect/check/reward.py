@@ -8,9 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from cohort.errors import TaskError
-from cohort.inspect.check.cases import NUM_REPEATS, Case, advise_on_failure, is_failed, make_cases, score_cases
+from cohort.inspect.check.cases import (
+    NUM_REPEATS,
+    Case,
+    advise_on_failure,
+    is_failed,
+    make_cases,
+    score_cases,
+    score_golds,
+)
 from cohort.inspect.check.continuous import check_continuous
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
 from cohort.inspect.check.samples import check_signal, score_samples
@@ -18,14 +27,18 @@ from cohort.inspect.check.trial import Trial
 from cohort.jobs.build import RLJob
 from cohort.logs.escape import escape_line
 from cohort.scoring.start import choose_num_workers, start_scorer
+from cohort.tasks.base import Task
 from cohort.tasks.calls import resolve_row
 from cohort.tasks.parts import NO_PART
+from cohort.types import Prompt
 
 # Rows of the training and of the test split that answers are made for.
 NUM_TRAIN = 12
 NUM_TEST = 4
 PASS_SECONDS = 10.0  # for one pass over the answers; the answers that are not reached in that time are left out
 NUM_SERVICE_ROWS = 4  # rows of both splits together, where every answer costs a request to an outside service
+GOLD_SECONDS = 2.0  # for the right answers of rows beyond these
+GOLD_BATCH = 16  # rows whose right answers are scored before the clock is looked at
 WARN_STEP_SECONDS = 5.0  # time of all scores of a step
 # Shares of the reward of a right answer that a worthless answer may earn.
 FAIL_REWARD_SHARE = 0.5
@@ -48,7 +61,7 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
     rows = stream.next_prompts(min(NUM_TRAIN, stream.num_rows)) + job.problems[:NUM_TEST]
     # Only a played episode has a reward. The sampled ones were played with the task's own environment. A mixture may
     # have both kinds of tasks.
-    scored_alone = [prompt for prompt in rows if not hasattr(resolve_row(task, prompt.row)[0], "environment")]
+    scored_alone = [prompt for prompt in rows if not _has_environment(task, prompt)]
     if len(scored_alone) < len(rows):
         yield ok("reward/environment", "rewards come from the environment, which played the sampled episodes")
     if not scored_alone:
@@ -60,7 +73,8 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
     try:
         cases = make_cases(task, rows)
         scored = list(score_cases(job, job.scorer, cases, seconds))
-        yield check_failures(scored)
+        further = _score_further_golds(job, scored)
+        yield check_failures([*scored, *further])
         # What the other checks compare are scores, so answers without one are left out.
         judged = [c for c in scored if not c.outcome.failure]
         if not judged:
@@ -70,7 +84,8 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
         # What the model says may earn what no made-up answer does.
         samples = score_samples(trial, seconds)
         said = [c for c in samples if not c.outcome.failure]
-        yield from check_verdicts(job, [*judged, *said], {"sample", *(c.kind for c in cases)})
+        gold = [c for c in (*judged, *further) if c.kind == "gold" and not c.outcome.failure]
+        yield from check_verdicts(job, [*judged, *said], {"sample", *(c.kind for c in cases)}, gold)
         if task.service:
             kept = "what an outside service says is kept in the run's journal, so a resumed run gets the same scores"
             yield ok("reward/repeatable", f"not scored twice: {kept}")
@@ -83,6 +98,36 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
             "reward/contract",
             f"{escape_line(str(error), 300)}. Correct the grader; the reward checks after this did not run.",
         )
+
+
+def _score_further_golds(job: RLJob, scored: Sequence[Case]) -> list[Case]:
+    """Returns scored right answers of rows that are not among `scored`: as many as a quick grader scores in 2 s.
+
+    Returns none where right answers are not known, where every answer costs a request to a service, and for a grader
+    that is not quick.
+    """
+    seconds = [c.seconds for c in scored if c.kind == "gold" and not c.outcome.failure]
+    if not seconds or job.config.task.service or GOLD_BATCH * statistics.median(seconds) > GOLD_SECONDS:
+        return []
+    return score_golds(job, _list_further_prompts(job, {c.prompt.id for c in scored}), GOLD_SECONDS)
+
+
+def _list_further_prompts(job: RLJob, tried: set[str]) -> Iterator[list[Prompt]]:
+    """Yields the prompts that are scored alone and whose ids are not among `tried`, each once, in small lists."""
+    task, stream = job.config.task, job.producer.stream
+    problems = iter(job.problems)
+    seen = set(tried)
+    # Shares of a mixture may bring some rows many times before others.
+    for _ in range(0, 2 * stream.num_rows + len(job.problems), GOLD_BATCH):
+        drawn = [*stream.next_prompts(GOLD_BATCH), *islice(problems, GOLD_BATCH)]
+        fresh = {p.id: p for p in drawn if p.id not in seen and not _has_environment(task, p)}
+        seen |= fresh.keys()
+        yield list(fresh.values())
+
+
+def _has_environment(task: Task, prompt: Prompt) -> bool:
+    """Returns whether only a played episode of a row has a reward."""
+    return hasattr(resolve_row(task, prompt.row)[0], "environment")
 
 
 # ---- the grader itself
@@ -168,25 +213,28 @@ def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, rem
 # ---- what the grader rewards
 
 
-def check_verdicts(job: RLJob, scored: Sequence[Case], made: Iterable[str]) -> Iterator[Finding]:
+def check_verdicts(
+    job: RLJob, scored: Sequence[Case], made: Iterable[str], all_gold: Sequence[Case]
+) -> Iterator[Finding]:
     """Runs the checks of what the grader rewards, for each kind of answer, and yields their findings.
 
     `scored` must not contain answers that could not be scored. `made` are the kinds of all answers: a check none of
-    whose answers was scored is a warning. A reward without an accuracy has checks of its own. The checks of a repeated,
+    whose answers was scored is a warning. `all_gold` are right answers, also those of rows for which no other kind was
+    tried. A reward without an accuracy has checks of its own. The checks of a repeated,
     of another row's and of half an answer are left out if there are no such answers.
     """
     kinds: dict[str, list[Case]] = {kind: [] for kind in made}
     for case in scored:
         kinds[case.kind].append(case)
     if job.config.task.accuracy is None:
-        yield from check_continuous(kinds)
+        yield from check_continuous({**kinds, "gold": all_gold})
         return
     gold = kinds.get("gold", [])
     # The full reward is that of the best gold answer or, without gold answers, that of full marks in every part.
     most = job.producer.settings.compute_reward(dict.fromkeys(job.config.task.parts, 1.0))
     full = max([c.reward for c in gold], default=most)
     has_gold = "gold" in kinds
-    yield check_gold(gold) if gold or not has_gold else _warn_of_no_scores("reward/gold", "right")
+    yield check_gold(job, all_gold) if gold or not has_gold else _warn_of_no_scores("reward/gold", "right")
     empty = kinds.get("empty", [])
     yield check_empty(empty) if empty else _warn_of_no_scores("reward/empty", "empty")
     yield check_variation(scored, gold, has_gold, job.scorer.conversation is not None)
@@ -208,14 +256,17 @@ def _warn_of_no_scores(name: str, kind: str) -> Finding:
     return warn(name, f"not checked: no {kind} answer got a score. Either the grader fails on them, or it is too slow.")
 
 
-def check_gold(gold: Sequence[Case]) -> Finding:
+def check_gold(job: RLJob, gold: Sequence[Case]) -> Finding:
     """Returns FAIL if some right answer of the task is not scored as correct, warn if the task gives none, else ok."""
     name = "reward/gold"
+    task = job.config.task
     wrong = [c for c in gold if not c.correct]
     if not gold:
         return warn(name, "not checked: the task gives no right answers. Add gold(row) -> str to the task.")
+    num_rows = job.producer.stream.num_rows + len(job.problems)
     if not wrong:
-        return ok(name, f"right answers score full marks in {len(gold)} rows", rows=len(gold))
+        text = f"the right answers of {len(gold)} of {num_rows} rows have {task.accuracy} = 1, the accuracy"
+        return ok(name, text, rows=len(gold))
     first = wrong[0]
     score = f"{quote(first.answer.text)} got {first.outcome.parts}, {quote(first.outcome.reason)}"
     text = f"{len(wrong)} of {len(gold)} right answers are not scored as right; row {quote(first.prompt.id)}: {score}"
@@ -236,7 +287,8 @@ def check_variation(scored: Sequence[Case], gold: Sequence[Case], has_gold: bool
     """Returns FAIL if all answers got the same reward, else ok.
 
     `scored` has samples of the model too. Returns only warn if the reward is always 0 and no right answers (`gold`)
-    were scored, or if the task `has_tools`: the answers that are made up here make no calls. `has_gold` = the task gives right answers.
+    were scored, or if the task `has_tools`: the answers that are made up here make no calls. `has_gold` = the task
+    gives right answers.
     """
     name = "reward/varies"
     rewards = {c.reward for c in scored}
