@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from cohort.cli.check import _to_json
 from cohort.config.algo_sections import CorrectionConfig
 from cohort.config.algos import GSPO, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
+from cohort.config.scoring import ScoringConfig
 from cohort.data import pack as packing
 from cohort.fates import Fate
 from cohort.inspect.check.cases import advise_on_failure
@@ -29,6 +32,7 @@ from cohort.learner.backend import FusedBackend
 from cohort.learner.base import Annotations, TokenLogprobs
 from cohort.learner.local import LocalLearner
 from cohort.rollout.episode import Episode
+from cohort.tasks.code.task import Code
 from cohort.tasks.stream import SharedRows
 from cohort.text import Tokenizer
 from cohort.types import Provenance
@@ -417,13 +421,32 @@ def test_a_step_is_measured_whole_or_scaled(monkeypatch: pytest.MonkeyPatch) -> 
     with built_job(small_run()) as made:
         trial = make_trial(made)
         before = made.model.decoder.embed.detach().clone()
-        whole = check_step_time(trial, 0.5)
+        whole = check_step_time(trial, 12.0)
         assert whole.status == "ok" and "of 24 samples" in whole.text and "scaled" not in whole.text
-        assert whole.details["step_seconds"] > 12  # 24 scores of half a second
+        assert 12 < whole.details["step_seconds"] < 24 and whole.text.endswith("; scoring 12 s")
+        assert check_step_time(trial, None).text.endswith("; scoring, which was not measured, comes on top")
         assert not torch.equal(before, made.model.decoder.embed)
         monkeypatch.setattr("cohort.inspect.check.plan.MAX_SAMPLING_SECONDS", 0.0)
         scaled = check_step_time(trial, 0.0)
         assert "of 9 samples, scaled to 24" in scaled.text and scaled.details["step_seconds"] < 12
+
+
+def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path) -> None:
+    """Without solutions nothing was run, and no time is promised."""
+    rows = [{"id": str(n), "prompt": f"Write f{n}(x).", "tests": [f"assert f{n}(1) == 1"]} for n in range(8)]
+    programs = [row | {"solution": f"def f{row['id']}(x):\n    return x"} for row in rows]
+    for name, given in (("without", rows), ("with", programs)):
+        for split in ("train", "test"):
+            chosen = given[:6] if split == "train" else given[6:]
+            (tmp_path / f"{name}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    found = {}
+    for name in ("without", "with"):
+        task = Code(data=str(tmp_path / f"{name}_{{split}}.jsonl"))
+        with built_job(small_run(task=task, scoring=ScoringConfig(sandbox="none"))) as made:
+            findings = {f.name: f for f in check_reward(sample_trial(made, 2, 2), 3.0)}
+        found[name] = findings["reward/speed"]
+    assert "programs were not run" in found["without"].text and "step" not in found["without"].details
+    assert found["with"].details["seconds"] > 0.005  # an interpreter has started
 
 
 def test_the_measured_part_of_a_batch_grows_while_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:

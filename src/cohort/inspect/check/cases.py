@@ -132,7 +132,9 @@ def score_cases(job: RLJob, pool: Pool, cases: Iterable[Case], seconds: float) -
     begin = time.perf_counter()
     at_once = job.config.scoring.concurrency if job.config.task.service else 1
     waiting = iter(cases)
-    while batch := list(islice(waiting, at_once)):
+    # The first one alone: it waits for the start of its worker, which is not the time of the others.
+    batch = list(islice(waiting, 1))
+    while batch:
         start = time.perf_counter()
         outcomes = pool.score([(case.prompt.row, case.answer) for case in batch])
         now = time.perf_counter()
@@ -140,3 +142,4 @@ def score_cases(job: RLJob, pool: Pool, cases: Iterable[Case], seconds: float) -
             yield case.with_outcome(job, outcome, now - start)
         if now - begin > seconds:
             return
+        batch = list(islice(waiting, at_once))

@@ -153,13 +153,20 @@ def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
     """Returns how long scoring takes in a step: warn if that is more than 5 s, else ok. A slow grader is no mistake.
 
     Leaves out the first score, which waits for its worker, and failures, which are tried again; without other scores
-    the time is 0.
+    the time is 0. Where answers are programs, those of the task itself are timed; without any, nothing is.
     """
     name = "reward/speed"
     scoring = job.config.scoring
     is_service = job.config.task.service
     per_step = job.config.batch.prompts * job.config.batch.samples
-    each = statistics.median([c.seconds for c in scored[1:] if not c.outcome.failure] or [0.0])
+    timed = [c for c in scored[1:] if not c.outcome.failure]
+    if job.config.task.needs_sandbox:
+        # Only right answers are programs. Others are judged without a run, or by one that ends at once.
+        timed = [c for c in timed if c.kind in ("gold", "other")]
+        if not timed:
+            text = "not measured: programs were not run, because no row has a solution; each has up to --task.seconds"
+            return ok(name, text)
+    each = statistics.median([c.seconds for c in timed] or [0.0])
     at_once = scoring.concurrency if is_service else scoring.workers or choose_num_workers(job.config.task)
     total = math.ceil(per_step / at_once) * each
     how = f", {at_once} at once" if at_once > 1 else ""

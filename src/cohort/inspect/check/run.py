@@ -51,10 +51,10 @@ def _check_rollouts(config: RL, progress: Callable[[str], None]) -> Iterator[Fin
         trial = sample_trial(job, NUM_PROMPTS, NUM_SAMPLES)
         yield from check_drift(trial)
         progress("rehearsing the reward")
-        # "reward/speed" reports seconds per score, which the estimate of a step's time needs.
-        seconds = 0.0
+        # The estimate of a step's time needs that of its scores. None = it was not measured.
+        scoring: float | None = None
         for finding in check_reward(trial):
-            seconds = finding.details.get("seconds", seconds)
+            scoring = finding.details.get("step", scoring) if finding.name == "reward/speed" else scoring
             yield finding
         yield from check_judge(config.task)
         progress("computing gradients")
@@ -64,7 +64,7 @@ def _check_rollouts(config: RL, progress: Callable[[str], None]) -> Iterator[Fin
         progress("measuring a step")
         yield check_memory(trial)
         # This check comes last because it moves the weights.
-        yield check_step_time(trial, seconds)
+        yield check_step_time(trial, scoring)
     finally:
         job.close()
 
