@@ -31,6 +31,7 @@ from cohort.run.machine import program_name
 from cohort.scoring.base import Pool
 from cohort.scoring.start import start_scorer
 from cohort.tasks.base import check_packages, has_conversations, has_rows
+from cohort.tasks.places import lacks_test_file
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.stream import TaskStream
 from cohort.text import PromptRenderer, Tokenizer
@@ -263,6 +264,9 @@ def suggest_evaluation(config: RL | SFT | DPO, run: Path, step: int, too_long: s
 
 def _may_have_test_rows(task: Any) -> bool:
     """Returns whether a task has test rows, or they cannot be read now, as those of a hub without a network."""
+    # Known without a warning that would come at the end of the run.
+    if lacks_test_file(str(getattr(task, "data", ""))):
+        return False
     try:
         return has_rows(task, "test")
     except CohortError:

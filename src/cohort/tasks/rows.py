@@ -19,7 +19,7 @@ from cohort.tasks.formats import RawRow
 from cohort.tasks.grading import is_async
 from cohort.tasks.places import locate_rows
 from cohort.tasks.rewards import RewardFunction, make_score_group, read_reward_functions
-from cohort.tasks.source import read_sources
+from cohort.tasks.source import is_without_test_rows, read_sources
 from cohort.types import Answer, Message, Row
 from cohort.user_code import load_function, make_function_spec, make_spec_absolute, split_spec
 
@@ -95,11 +95,11 @@ class Rows:
         )
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split. A file without {split} in its name has training rows only."""
+        """Returns the rows of a split. Without {split} in the name of the file, or a test file, none is for testing."""
         if not self.data:
             raise TaskError("rows needs data: name a file with --task.data, as in --task.data questions.jsonl")
         has_test = "{split}" in self.data
-        if split == "test" and not has_test:
+        if (split == "test" and not has_test) or is_without_test_rows("rows", split, self.data):
             return iter(())
         find_test = (lambda: locate_rows(self.data, "test")) if has_test and split == "train" else None
         return read_sources(

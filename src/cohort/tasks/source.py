@@ -57,8 +57,7 @@ def read_rows(
     are in a test split that can be opened, are left out; warnings at the end count them. A test file that is missing
     beside a training file has no rows, with a warning.
     """
-    if split == "test" and lacks_test_file(data):
-        log.warning("%s: there is no file %s, so there are no test rows", task, data.replace("{split}", "test"))
+    if is_without_test_rows(task, split, data):
         return iter(())
     source = find_source(task, split, data, places)
     return read_sources(
@@ -70,6 +69,14 @@ def read_rows(
         key=key,
         task_columns=task_columns,
     )
+
+
+def is_without_test_rows(task: str, split: str, data: str) -> bool:
+    """Returns whether `split` is "test" and `data` names a training file without a test file, with a warning then."""
+    if split != "test" or not lacks_test_file(data):
+        return False
+    log.warning("%s: there is no file %s, so there are no test rows", task, data.replace("{split}", "test"))
+    return True
 
 
 def read_sources(

@@ -24,7 +24,7 @@ from cohort.tasks.code.judging import judge_program
 from cohort.tasks.code.programs import find_program
 from cohort.tasks.code.rows import COLUMNS, Asserts, make_row
 from cohort.tasks.places import SPLITS, RowSource, locate_rows, select_split
-from cohort.tasks.source import read_sources
+from cohort.tasks.source import is_without_test_rows, read_sources
 from cohort.types import Answer, Message, Row
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ class Code:
         if split not in SPLITS:
             raise TaskError(f'task "{NAME}" has no split "{split}" in its data; use one of {", ".join(SPLITS)}')
         name = self.data or BUNDLED
+        if is_without_test_rows(NAME, split, name):
+            return iter(())
         column = next((c.partition("=")[2] for c in self.columns if c.startswith("split=")), "split")
 
         def find_rows(wanted: str) -> RowSource:
