@@ -40,6 +40,8 @@ class Faulty:
         tags = 0.0
         if self.fault == "constant":
             correct = 0.0
+        elif self.fault == "key":
+            correct = float(os.environ.get("A_KEY") == "secret")
         elif self.fault == "tokens":
             correct, tags = 0.0, float(sum(answer.tokens))
         elif self.fault == "crashing":

@@ -279,6 +279,8 @@ class SFT(RunConfig):
         names of the settings that the user gave.
         """
         super().check(user_settings)
+        if self.task is not None:
+            self.scoring.require_keys(self.task)
         if not isinstance(self.data, Traces | Conversations | TaskAnswers):
             raise ConfigError("an sft run learns from conversations: set --data conversations (or task, or traces).")
         if isinstance(self.data, TaskAnswers) and self.task is None:
@@ -335,6 +337,8 @@ class DPO(RunConfig):
         `user_settings` is as in `SFT.check`.
         """
         super().check(user_settings)
+        if self.task is not None:
+            self.scoring.require_keys(self.task)
         if not isinstance(self.data, PairRows | SumPairs):
             raise ConfigError("a dpo run learns from pairs of answers: set --data pairs (or sum_pairs).")
         _check_minibatches(self, self.batch.pairs, "batch.pairs")

@@ -277,8 +277,9 @@ def make_eval_flags(config: RL | SFT | DPO, too_long: str) -> list[str]:
     """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
 
     They are template, system prompt, temperature, limit of tokens, stop texts, limits of conversations, coefficients of
-    a reward without an accuracy, and settings of the task, each only if it differs from the default. `too_long` says
-    what becomes of prompts that are too long. The numbers of problems and samples are left out.
+    a reward without an accuracy, names of variables with keys, and settings of the task, each only if it differs from
+    the default. `too_long` says what becomes of prompts that are too long. The numbers of problems and samples are left
+    out.
     """
     flags = []
     if config.template != "chat":
@@ -300,6 +301,9 @@ def make_eval_flags(config: RL | SFT | DPO, too_long: str) -> list[str]:
         for option, name in CONVERSATION_OPTIONS.items():
             value = getattr(turns, name)
             flags += [] if value == getattr(Conversation(), name) else format_setting(option, value)
+    # Without its keys a judge gives no score. Other settings of scoring change no result.
+    if config.scoring.env:
+        flags += format_setting("scoring.env", config.scoring.env)
     # A task of which a setting has no default cannot be made without settings.
     defaults = {f.name: f.default for f in dataclasses.fields(config.task)}
     for name, setting in collect_settings(config.task, "task.").items():

@@ -94,6 +94,10 @@ class Rows:
             for name, each in zip(self.parts, loaded, strict=True)
         )
 
+    def load_functions(self) -> list[Any]:
+        """Returns the reward functions, loaded from their files."""
+        return [each.function for each in self._functions]
+
     def rows(self, split: str) -> Iterator[Row]:
         """Returns the rows of a split. Without {split} in the name of the file, or a test file, none is for testing."""
         if not self.data:
