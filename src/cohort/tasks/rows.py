@@ -9,6 +9,7 @@ for TRL, for verl or for Cohort (`cohort.tasks.rewards`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -89,10 +90,7 @@ class Rows:
             raise TaskError("rows needs reward functions: name them with --task.rewards file.py:FUNCTION")
         loaded = read_reward_functions("rows", [load_function(spec) for spec in self.rewards])
         # The part is called as the setting says, whatever the function calls itself.
-        return tuple(
-            RewardFunction(name, each.function, each.style, each.accepts)
-            for name, each in zip(self.parts, loaded, strict=True)
-        )
+        return tuple(replace(each, name=name) for name, each in zip(self.parts, loaded, strict=True))
 
     def load_functions(self) -> list[Any]:
         """Returns the reward functions, loaded from their files."""
@@ -111,9 +109,24 @@ class Rows:
             locate_rows(self.data, split),
             find_test,
             columns=self.columns,
-            make=_make_row,
+            make=self._make_row,
             key="prompt",
         )
+
+    def _make_row(self, raw: RawRow) -> Row:
+        """Returns a raw row, whose prompt must be a text or a list of messages. Raises ValueError for another one.
+
+        Raises KeyError if a reward function needs a column that the row does not have.
+        """
+        prompt = raw["prompt"]
+        is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
+        if not (isinstance(prompt, str) and prompt.strip()) and not (is_messages and prompt):
+            raise ValueError("prompt must be a text that is not empty, or a list of messages with role and content")
+        for each in self._functions if self.rewards else ():
+            # A row without an id gets one.
+            if missing := each.find_missing_column({"id": "", **raw}):
+                raise KeyError(missing)
+        return dict(raw)
 
     def prompt(self, row: Row) -> list[Message] | str:
         """Returns the prompt of a row: a text, or messages."""
@@ -123,12 +136,3 @@ class Rows:
     def score_group(self, row: Row, answers: list[Answer]) -> Any:
         """Scores the answers of a group with the functions; a coroutine, if one of them is one."""
         return make_score_group(self._functions, self.completions)(self, row, answers)
-
-
-def _make_row(raw: RawRow) -> Row:
-    """Returns a raw row, whose prompt must be a text or a list of messages. Raises ValueError for another one."""
-    prompt = raw["prompt"]
-    is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
-    if not (isinstance(prompt, str) and prompt.strip()) and not (is_messages and prompt):
-        raise ValueError("prompt must be a text that is not empty, or a list of messages with role and content")
-    return dict(raw)

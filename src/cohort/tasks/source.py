@@ -31,6 +31,10 @@ from cohort.types import Row
 log = logging.getLogger(__name__)
 
 
+class UnusableRow(ValueError):
+    """A row that has its columns, but cannot be used. The message says why, and what to do."""
+
+
 def read_rows(
     task: str,
     split: str,
@@ -47,9 +51,9 @@ def read_rows(
     `data` and `columns` are settings of the task. `data` is a path (perhaps with {split}, ~ or $NAME), the name of a
     hub data set, or "" for the default `places` by split; a path without {split} is for "test" only. `columns` has an
     entry "ours=theirs" for every column that has another name in the source. `make` turns a raw row into a row of the
-    task, or raises ValueError with what is wrong. `key` is the field of the made row that identifies the problem; a row
-    without an "id" gets a hash of it. The `task_columns` are those that `make` reads: if given, an entry of `columns`
-    for any other name is refused.
+    task, or raises ValueError with what is wrong: UnusableRow if no column can be the cause. `key` is the field of the
+    made row that identifies the problem; a row without an "id" gets a hash of it. The `task_columns` are those that
+    `make` reads: if given, an entry of `columns` for any other name is refused.
 
     Raises TaskError at once for bad `columns`, an unknown split and a path or place that cannot serve the split. Raises
     it while rows are read, with file and line where possible, for a source that cannot be opened, a bad row, two rows
@@ -197,6 +201,8 @@ class _Reader:
                     f'{where} has no column "{name}"; it has {list_columns(raw)}. Add it, or set '
                     f"--task.columns {name}=COLUMN if it has another name there"
                 ) from error
+            except UnusableRow as error:
+                raise TaskError(f"{where}: {error}") from error
             except ValueError as error:
                 # The columns are listed only if one that `make` reads is missing: then its name may be the cause.
                 missing = [name for name in self.task_columns if name not in renamed]

@@ -432,9 +432,10 @@ def test_a_step_is_measured_whole_or_scaled(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path) -> None:
-    """Without solutions nothing was run, and no time is promised."""
+    """Without solutions nothing was run, and no time is promised. A wrong solution is named with its place."""
     rows = [{"id": str(n), "prompt": f"Write f{n}(x).", "tests": [f"assert f{n}(1) == 1"]} for n in range(8)]
     programs = [row | {"solution": f"def f{row['id']}(x):\n    return x"} for row in rows]
+    programs[3]["solution"] = "def f3(x):\n    return 7"
     for name, given in (("without", rows), ("with", programs)):
         for split in ("train", "test"):
             chosen = given[:6] if split == "train" else given[6:]
@@ -444,9 +445,12 @@ def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path) -> None:
         task = Code(data=str(tmp_path / f"{name}_{{split}}.jsonl"))
         with built_job(small_run(task=task, scoring=ScoringConfig(sandbox="none"))) as made:
             findings = {f.name: f for f in check_reward(sample_trial(made, 2, 2), 3.0)}
+        gold = findings["reward/gold"]
         found[name] = findings["reward/speed"]
     assert "programs were not run" in found["without"].text and "step" not in found["without"].details
     assert found["with"].details["seconds"] > 0.005  # an interpreter has started
+    assert 'row "3" (column "solution" of' in gold.text and "with_train.jsonl, line 4)" in gold.text
+    assert gold.status == "FAIL" and gold.text.endswith("Correct that column or the tests of the row.")
 
 
 def test_the_measured_part_of_a_batch_grows_while_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
