@@ -379,7 +379,7 @@ def test_a_dict_of_verl_has_a_score_and_notes() -> None:
     outcomes = score_outcomes(made, *ANSWERS)
     assert [o.parts for o in outcomes] == [{"reward_1": 1.0}] * 3
     assert [o.reason for o in outcomes] == ["acc True; pred 4", "acc True; pred five", "acc True; pred "]
-    with pytest.raises(TaskError, match="reward_1 returned .* return a finite number"):
+    with pytest.raises(TaskError, match=r"reward_1 returned .* return a finite number"):
         score(make(lambda solution_str, ground_truth: {"acc": 1.0}), *ANSWERS)
 
 
@@ -418,8 +418,8 @@ def test_exceptions_of_functions_are_not_scores() -> None:
     for function in (broken, broken_later):
         with pytest.raises(ConnectionError, match="down"):
             score(make(Graded(1.0), function), *ANSWERS)
-    with pytest.raises(TypeError, match="missing"):
-        score(make(scaled), *ANSWERS)  # no column `factor`
+    with pytest.raises(TaskError, match='scaled needs the column "factor"'):
+        score(make(scaled), *ANSWERS)
 
 
 def test_an_answer_alone_is_a_group_of_one() -> None:
