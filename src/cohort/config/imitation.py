@@ -352,3 +352,14 @@ def _check_minibatches(config: RunConfig, size: int, name: str) -> None:
             f"({name}) to divide. "
             f"Lower --learner.minibatches or raise --{name}."
         )
+
+
+def describe_long_warmup(config: RunConfig) -> str:
+    """Returns a warning if the warm-up covers half of the run's optimizer steps or more; else ""."""
+    warmup, updates = config.optim.warmup, config.steps * config.learner.updates_per_batch
+    if 2 * warmup < updates or not warmup:
+        return ""
+    return (
+        f"optim.warmup is {warmup}, and the run makes only {updates} optimizer steps: for at least half of them the "
+        "learning rate is below optim.lr. Set --optim.warmup 0, or train longer (--steps, --passes)"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from cohort.config.imitation import describe_long_warmup
 from cohort.config.schema import RunConfig
 from cohort.data.pack import make_batch
 from cohort.inspect.check.findings import Finding, fail, ok, warn
@@ -120,6 +121,12 @@ def check_step_time(trial: Trial, scoring: float | None) -> Finding:
     measured = f"sampling {seconds:.2g} s and update {update:.2g} s of {size} samples"
     scored = "scoring, which was not measured, comes on top" if scoring is None else f"scoring {scoring:.2g} s"
     return _predict_time(config, step, measured, "" if size == batch_size else f"{batch_size}", f"; {scored}")
+
+
+def check_warmup(config: RunConfig) -> list[Finding]:
+    """Returns a warning if the warm-up covers half of the run or more; else nothing."""
+    text = describe_long_warmup(config)
+    return [warn("plan/warm-up", f"{text}.")] if text else []
 
 
 def _predict_time(config: RunConfig, step: float, measured: str, scaled_to: str, further: str = "") -> Finding:

@@ -11,7 +11,7 @@ from cohort.inspect.check.drift import check_drift
 from cohort.inspect.check.findings import Finding, fail, ok
 from cohort.inspect.check.given import check_given_update, make_given_trial
 from cohort.inspect.check.judge import check_judge
-from cohort.inspect.check.plan import check_example_time, check_memory, check_step_time
+from cohort.inspect.check.plan import check_example_time, check_memory, check_step_time, check_warmup
 from cohort.inspect.check.reward import check_reward
 from cohort.inspect.check.rows import check_rows, check_template
 from cohort.inspect.check.source import check_overlap
@@ -76,6 +76,7 @@ def _check_given_answers(config: RunConfig, progress: Callable[[str], None]) -> 
     assert isinstance(job, SFTJob | DPOJob), f"nothing checks the kind {config.kind}"
     try:
         trial = make_given_trial(job)
+        yield from check_warmup(job.config)
         yield from check_rows(trial)
         yield from check_template(trial)
         progress("computing gradients")
