@@ -31,7 +31,7 @@ def run(args: list[str]) -> None:
         "Hugging Face format, a .gguf file, a run (its last checkpoint), RUN@STEP or RUN@best. With --task, every "
         "Enter asks the next problem of a task, and the grader's verdict on each answer is shown, after all turns of "
         "a conversation if the task has tools or an environment; --task T --help shows the task's settings. Without "
-        "a terminal, every line of standard input is a message."
+        "a terminal, every line of standard input is a message; one that ends in \\ goes on in the next line."
     )
     if any(flag.name in ("model", "models") for flag in split_args(args)[1]):
         raise ConfigError("models are named without a flag: cohort chat M [M ...]. Remove --model.")
