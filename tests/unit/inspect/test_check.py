@@ -444,7 +444,7 @@ def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path) -> None:
     for name in ("without", "with"):
         task = Code(data=str(tmp_path / f"{name}_{{split}}.jsonl"))
         with built_job(small_run(task=task, scoring=ScoringConfig(sandbox="none"))) as made:
-            findings = {f.name: f for f in check_reward(sample_trial(made, 2, 2), 3.0)}
+            findings = {f.name: f for f in check_reward(sample_trial(made, 2, 2), 1.0)}
         gold = findings["reward/gold"]
         found[name] = findings["reward/speed"]
     assert "programs were not run" in found["without"].text and "step" not in found["without"].details
