@@ -114,7 +114,7 @@ def test_rows_that_are_refused(tmp_path: Path, changes: dict[str, Any], said: st
         load_rows(make_task(tmp_path, {**MBPP, **changes}), "test")
     assert said in str(raised.value) and "line 1" in str(raised.value)
     # The row has its columns: what is wrong is in one of them.
-    assert 'has no column "test"' not in str(raised.value)
+    assert 'has no column "test' not in str(raised.value)
 
 
 def test_rows_that_cannot_be_judged_outside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
