@@ -93,7 +93,11 @@ def _make_tests(raw: dict[str, Any], entry: str, functions: frozenset[str]) -> t
     if isinstance(given, str | dict):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ValueError(f'column "{column}" has {given!r:.60}, not a list of tests')
+        # Without any such column, another one may hold the tests.
+        kind = ValueError if given is None else UnusableRow
+        raise kind(
+            f'column "{column}" has {given!r:.60}, not a list of tests' + ("" if given is None else "; correct it")
+        )
     tests: list[dict[str, Any]] = []
     problems: list[str] = []
     for test in given:
@@ -106,7 +110,7 @@ def _make_tests(raw: dict[str, Any], entry: str, functions: frozenset[str]) -> t
         else:
             raise UnusableRow(f'column "{column}" has the test {test!r:.60}, neither a text nor an object; correct it')
     if not tests:
-        raise ValueError(f'column "{column}" has no tests')
+        raise UnusableRow(f'column "{column}" has no tests; add some')
     return tests, problems[0] if problems else ""
 
 
