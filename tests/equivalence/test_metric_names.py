@@ -19,6 +19,7 @@ RARE = {
     "updates/no_signal",
     "samples/empty",
     "samples/failed",
+    "time/scoring/retries",
     "turns/mean",
     "calls/mean",
     "calls/OUTCOME",

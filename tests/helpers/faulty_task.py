@@ -40,10 +40,18 @@ class Faulty:
         tags = 0.0
         if self.fault == "constant":
             correct = 0.0
+        elif self.fault == "key":
+            correct = float(os.environ.get("A_KEY") == "secret")
+        elif self.fault == "tokens":
+            correct, tags = 0.0, float(sum(answer.tokens))
         elif self.fault == "crashing":
             correct = float(int(re.findall(r"\d+", text)[-1]) == row["a"] + row["b"])
+        elif self.fault == "one wrong":
+            correct *= row["id"] != "test-5"
         elif self.fault == "raising" or (self.fault == "raising on numbers" and re.search(r"\d", text)):
             raise ValueError("no")
+        elif self.fault == "raising on samples" and answer.tokens:
+            raise ValueError("a sample")
         elif self.fault == "slow to raise" and text:
             time.sleep(0.2)
             raise ValueError("no")

@@ -17,6 +17,7 @@ from cohort.errors import TaskError
 from cohort.scoring import service
 from cohort.scoring.service import ServicePool, choose_pause
 from cohort.scoring.wire import Limits
+from cohort.system.clock import read_and_reset
 from cohort.system.kernel import list_children
 from cohort.tasks.base import make_plain_answer
 from cohort.tasks.ref import TaskRef
@@ -244,9 +245,12 @@ def test_a_thousand_answers_are_scored_in_the_order_of_the_caller(make: Make) ->
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_exception_is_tried_again(make: Make, times: int) -> None:
     pool = make(retries=3)
+    read_and_reset()
     [outcome] = pool.score([(row(), answer(f"fails {times}"))])
     assert outcome.parts == {"correct": 1.0} and not outcome.failure
     assert pool.num_retries == times and pool.num_failures == pool.num_restarts == 0
+    # The step that this belongs to says so, and after a success there is no failure to be told of.
+    assert read_and_reset() == {"scoring/retries": times} and pool.last_failure == ""
 
 
 @pytest.mark.parametrize(("retries", "tried"), [(0, ""), (2, " (tried 3 times)")])
@@ -256,6 +260,7 @@ def test_after_the_last_try_it_is_a_failure_and_never_a_zero(make: Make, retries
     assert outcome.parts == {} and outcome.failure.endswith(tried)
     assert outcome.failure.startswith(f"scoring failed: ConnectionError: busy, try {retries + 1}")
     assert (pool.num_failures, pool.num_retries) == (1, retries)
+    assert "ConnectionError: busy" in pool.last_failure
 
 
 def test_pauses_grow_and_differ_between_answers() -> None:

@@ -65,13 +65,20 @@ class LineInput:
 def read_piped_line() -> str | None:
     """Returns the next line of standard input, which is no terminal; None at its end.
 
-    Raises ConfigError if it is not text.
+    A line that ends in a backslash is continued by the next one. Raises ConfigError if it is not text.
     """
-    try:
-        line = sys.stdin.readline()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is not text in UTF-8: {error}. Convert it to UTF-8.") from None
-    return line.rstrip("\r\n") if line else None
+    lines: list[str] = []
+    while True:
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not text in UTF-8: {error}. Convert it to UTF-8.") from None
+        if not line:
+            return "\n".join(lines) if lines else None
+        lines.append(line.rstrip("\r\n"))
+        if not lines[-1].endswith("\\"):
+            return "\n".join(lines)
+        lines[-1] = lines[-1][:-1]
 
 
 def _import_readline() -> ModuleType | None:

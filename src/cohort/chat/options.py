@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cohort.config.options import CONVERSATION_OPTIONS
 from cohort.config.rules import check_option_bounds
 from cohort.config.schema import Conversation
+from cohort.config.scoring import ScoringConfig
 from cohort.config.section import (
     AtLeast0,
     AtLeast1,
@@ -65,6 +66,7 @@ class ChatOptions:
     """With such a task: time for the calls of one turn. A tool that takes longer is stopped."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
     """With such a task: how models write calls of tools (see cohort eval --help); auto = by each chat template."""
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to sample: auto = on a GPU if torch finds one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -100,9 +102,14 @@ class ChatOptions:
     def check(self) -> None:
         """Raises a ConfigError for values out of range and for options without effect.
 
-        Without effect are --split without --task, --validation-share without that split, and --top-p at temperature 0.
+        Without effect are --split and --scoring without --task, --validation-share without that split, and --top-p at
+        temperature 0. Also if a variable of --scoring.env is not set.
         """
         check_option_bounds(self)
+        self.scoring.check(())
+        self.scoring.require_variables()
+        if self.scoring.is_on and not self.task:
+            raise ConfigError("--scoring has no effect without --task. Add --task TASK, or remove --scoring.")
         if self.split != "test" and not self.task:
             raise ConfigError("--split has no effect without --task. Add --task TASK, or remove --split.")
         if self.validation_share != ChatOptions.validation_share and self.split != "validation":

@@ -11,6 +11,7 @@ from cohort.chat.conversation import Exchange, ModelTurn
 from cohort.chat.options import ChatOptions
 from cohort.chat.playing import PURPOSE
 from cohort.config.kinds import RL
+from cohort.config.scoring import ScoringConfig
 from cohort.errors import CohortError, ConfigError, TaskError
 from cohort.run.directory import RunDirectory
 from cohort.scoring.base import Pool
@@ -28,14 +29,17 @@ POLL_SECONDS = 0.1  # after which a look is taken whether the user has stopped t
 class TaskProblems:
     """The rows of a task in their order, scoring workers, and the number of right answers per model."""
 
-    def __init__(self, task: Task, split: str, validation_share: float = 0.1) -> None:
+    def __init__(
+        self, task: Task, split: str, validation_share: float = 0.1, scoring: ScoringConfig | None = None
+    ) -> None:
         self.task = task
+        self._scoring = scoring  # settings; None = the default ones
         self.has_conversations = has_conversations(task)  # whether a problem is an episode of several turns
         self.split = split
         self.validation_share = validation_share  # of the training rows, for the split "validation"
         self._rows = _load_split(task, split, validation_share)
         self._next = 0
-        self._pool = None if self.has_conversations else start_scorer(task)
+        self._pool = None if self.has_conversations else start_scorer(task, scoring)
         # Workers that run tools and environments, by the rules of conversations: models may write calls differently.
         self._players: dict[ConversationRules, Pool] = {}
         if self.has_conversations:
@@ -73,7 +77,7 @@ class TaskProblems:
     def get_player(self, rules: ConversationRules) -> Pool:
         """Returns the workers that run tools and environments by these rules. They are started at their first use."""
         if rules not in self._players:
-            self._players[rules] = start_scorer(self.task, rules=rules)
+            self._players[rules] = start_scorer(self.task, self._scoring, rules=rules)
         return self._players[rules]
 
     def describe_next(self) -> str:

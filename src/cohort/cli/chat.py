@@ -31,7 +31,7 @@ def run(args: list[str]) -> None:
         "Hugging Face format, a .gguf file, a run (its last checkpoint), RUN@STEP or RUN@best. With --task, every "
         "Enter asks the next problem of a task, and the grader's verdict on each answer is shown, after all turns of "
         "a conversation if the task has tools or an environment; --task T --help shows the task's settings. Without "
-        "a terminal, every line of standard input is a message."
+        "a terminal, every line of standard input is a message; one that ends in \\ goes on in the next line."
     )
     if any(flag.name in ("model", "models") for flag in split_args(args)[1]):
         raise ConfigError("models are named without a flag: cohort chat M [M ...]. Remove --model.")
@@ -40,6 +40,7 @@ def run(args: list[str]) -> None:
     options.check_conversation(options.task, task is not None and has_conversations(task))
     if task is not None:
         check_packages(task)
+        options.scoring.require_keys(task)
     # Imported here because it takes longer. A wrong name is found before torch is imported.
     from cohort.jobs.models import find_model
 
@@ -77,7 +78,9 @@ def _prepare(
     problems = None
     if task is not None:
         # Errors in a task's rows show before the models are loaded, which takes longer.
-        problems = stack.enter_context(closing(TaskProblems(task, options.split, options.validation_share)))
+        problems = stack.enter_context(
+            closing(TaskProblems(task, options.split, options.validation_share, options.scoring))
+        )
     models = stack.enter_context(closing(ChatModels(options, pull_with_progress, print_note)))
     models.swap(names)
     screen = stack.enter_context(closing(Screen(is_interactive, options.plain)))

@@ -69,6 +69,7 @@ def run(args: list[str]) -> None:
         )
     for task in tasks:
         check_packages(task)
+        options.scoring.require_keys(task)
     # Imported here because it takes longer. A wrong name is found before torch is imported.
     from cohort.jobs.models import find_model
 

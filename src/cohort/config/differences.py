@@ -60,7 +60,8 @@ def find_differences(settings: Mapping[str, Any], command: str) -> SettingsDiffe
     """Returns the settings of a run that its recipe does not have, in the order of `settings`.
 
     `settings` are those of its config.yaml by full name, and `command` is what the user typed to start it. A setting
-    that the recipe leaves to the machine, such as `device`, differs only if the command names it. If the recipe is not
+    that the recipe leaves to the machine, such as `device`, one of foreign code, and steps that follow from passes over
+    the data differ only if the command names them. If the recipe is not
     one of the package, the settings that the command names are returned.
     """
     recipe = settings.get("recipe")
@@ -74,12 +75,22 @@ def find_differences(settings: Mapping[str, Any], command: str) -> SettingsDiffe
         return SettingsDifference(values=named, source="command" if command.startswith("cohort ") else "")
     found: dict[str, Any] = {}
     flags = {name.replace("-", "_") for name in _FLAG.findall(command)}
+    unsaid = {name for name, value in base.values.items() if value == _CHOSEN_AT_START}
+    if command.startswith("cohort "):
+        # What the recipe does not have may be a default of the user's own class.
+        unsaid |= {name for name in settings if name.startswith(base.foreign)}
+        # Passes become steps when the rows are read.
+        unsaid |= {"passes", "steps"} if base.values.get("passes") and not settings.get("passes") else set()
     for name, value in settings.items():
         if name in _NOT_COMPARED or (name in base.values and base.values[name] == value):
             continue
-        if base.values.get(name) == _CHOSEN_AT_START and name not in flags:
-            continue
-        found[name] = value
+        if name not in unsaid or name in flags:
+            found[name] = value
+    if "passes" in unsaid & flags:
+        passes = _read_number(_read_command(command).get("passes", ""))
+        # With --passes 0 the user gave steps.
+        found = {name: value for name, value in found.items() if name != "passes"}
+        found |= {"passes": passes} if passes and passes != base.values["passes"] else {}
     for section in base.sections:
         if section not in settings and not any(name.startswith(f"{section}.") for name in settings):
             found[section] = None
@@ -92,6 +103,7 @@ class _BaseSettings:
 
     values: Mapping[str, Any]  # all settings of the recipe by full name, those of sections that are off among them
     sections: tuple[str, ...]  # optional sections and variants that the recipe has
+    foreign: tuple[str, ...]  # beginnings of the names of settings that foreign code has
 
 
 @lru_cache(maxsize=256)
@@ -124,7 +136,9 @@ def _load_base(
     written = collect_written_settings(config)
     on = [name for name in _list_optional_sections(config) if any(key.startswith(f"{name}.") for key in written)]
     on += [field for field in config.optional_variants if own[field] != NO_VARIANT]
-    return _BaseSettings(values=values | own, sections=tuple(on))
+    # The parts of a reward are those of the task.
+    foreign = tuple(f"{field}." for field in (*unknown, *(["reward"] if "task" in unknown else [])))
+    return _BaseSettings(values=values | own, sections=tuple(on), foreign=foreign)
 
 
 def _list_choosing_settings(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -159,6 +173,15 @@ def _list_optional_sections(section: Section, prefix: str = "") -> list[str]:
 def _make_plain(value: Any) -> Any:
     """Returns the value of a setting as a config file has it: lists in place of tuples, at any depth."""
     return [_make_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _read_number(text: str) -> float | None:
+    """Returns the number that a text spells; None if it spells none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else number
 
 
 def _read_command(command: str) -> Mapping[str, str]:

@@ -279,6 +279,8 @@ class SFT(RunConfig):
         names of the settings that the user gave.
         """
         super().check(user_settings)
+        if self.task is not None:
+            self.scoring.require_keys(self.task)
         if not isinstance(self.data, Traces | Conversations | TaskAnswers):
             raise ConfigError("an sft run learns from conversations: set --data conversations (or task, or traces).")
         if isinstance(self.data, TaskAnswers) and self.task is None:
@@ -335,6 +337,8 @@ class DPO(RunConfig):
         `user_settings` is as in `SFT.check`.
         """
         super().check(user_settings)
+        if self.task is not None:
+            self.scoring.require_keys(self.task)
         if not isinstance(self.data, PairRows | SumPairs):
             raise ConfigError("a dpo run learns from pairs of answers: set --data pairs (or sum_pairs).")
         _check_minibatches(self, self.batch.pairs, "batch.pairs")
@@ -348,3 +352,14 @@ def _check_minibatches(config: RunConfig, size: int, name: str) -> None:
             f"({name}) to divide. "
             f"Lower --learner.minibatches or raise --{name}."
         )
+
+
+def describe_long_warmup(config: RunConfig) -> str:
+    """Returns a warning if the warm-up covers half of the run's optimizer steps or more; else ""."""
+    warmup, updates = config.optim.warmup, config.steps * config.learner.updates_per_batch
+    if 2 * warmup < updates or not warmup:
+        return ""
+    return (
+        f"optim.warmup is {warmup}, and the run makes only {updates} optimizer steps: for at least half of them the "
+        "learning rate is below optim.lr. Set --optim.warmup 0, or train longer (--steps, --passes)"
+    )

@@ -130,7 +130,7 @@ class RL(RunConfig):
 
         A reward is not valid if it names unknown parts, is not finite or is 0 for all parts. `user_settings`, the full
         names of the settings that the user gave, are used for one check only: a warm-up as long as the run is an error
-        only if `optim.warmup` is among them.
+        only if `optim.warmup` is among them. A judge of the task whose key graders are not given is an error too.
         """
         self.algo.check_group(self.batch.samples)
         self._check_batch()
@@ -142,6 +142,7 @@ class RL(RunConfig):
             )
         self._check_kl()
         _check_coefficients(self.task, self.reward)
+        self.scoring.require_keys(self.task)
 
     def _check_batch(self) -> None:
         """Raises a ConfigError if a batch has too few groups for its minibatches or a sample exceeds the token budget.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cohort.config.section import Section, at_least, at_most
 from cohort.errors import ConfigError
@@ -56,3 +57,23 @@ class ScoringConfig(Section):
                     f"scoring.env names {name}, which is not set. Set it before the command, as in export {name}=..., "
                     "or leave it out."
                 )
+
+    def require_keys(self, task: Any) -> None:
+        """Raises a ConfigError if a judge of the task reads its key from a variable that `env` does not name.
+
+        Judges in files of reward functions (task `rows`) are found too: such files are loaded.
+        """
+        if hasattr(task, "load_functions"):
+            task.load_functions()
+        # Without this module there is no judge, and importing it takes time.
+        if "cohort.judge.judge" not in sys.modules:
+            return
+        from cohort.judge.finding import find_judges
+
+        missing = [judge.key for judge in find_judges(task) if judge.key and judge.key not in self.env]
+        if missing:
+            names = " ".join(dict.fromkeys([*self.env, *missing]))
+            raise ConfigError(
+                f"a judge of the task {task.name} reads its key from the variable {missing[0]}, which graders are not "
+                f"given. Hand it over by name: --scoring.env {names}."
+            )

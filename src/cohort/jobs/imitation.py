@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,17 @@ import numpy as np
 import torch
 
 from cohort.algos.preferences import PreferenceLoss
-from cohort.config.imitation import DPO, SFT, Conversations, ExampleRows, PairRows, SumPairs, TaskAnswers, Traces
+from cohort.config.imitation import (
+    DPO,
+    SFT,
+    Conversations,
+    ExampleRows,
+    PairRows,
+    SumPairs,
+    TaskAnswers,
+    Traces,
+    describe_long_warmup,
+)
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
@@ -43,6 +54,7 @@ from cohort.text.framing import read_template
 from cohort.types import Group
 from cohort.world import ONE_PROCESS, Grid, World
 
+log = logging.getLogger(__name__)
 C = TypeVar("C", SFT, DPO)
 K = TypeVar("K", bound=KeyedRow)
 
@@ -88,6 +100,7 @@ def build_sft_job(config: SFT, world: World = ONE_PROCESS) -> SFTJob:
     else:
         job = _build_example_job(config, start, problems, grid)
     job.mover = GroupMover(world, grid)
+    _warn_of_long_warmup(job.config)
     if problems is not None:
         job.evaluator = make_evaluator(job.config, problems, start.model, job.learner, start.tokenizer, world)
     return job
@@ -149,6 +162,7 @@ def build_dpo_job(config: DPO, world: World = ONE_PROCESS) -> DPOJob:
         lambda rows, into: encode_pairs(rows, framing, limit, too_long, equal, into),
     )
     config = _settle_steps(config, encoded, config.batch.pairs)
+    _warn_of_long_warmup(config)
     # With adapters the reference is the model without them, and no frozen copy is needed.
     has_copy = config.loss.has_reference and config.reference == "copy" and not config.learner.lora.is_on
     groups = [*encoded.groups, *held]
@@ -300,6 +314,12 @@ def _settle_steps(config: C, encoded: EncodedExamples, size: int) -> C:
     if not config.passes:
         return config
     return replace(config, steps=count_steps(config.passes, len(encoded.groups), size), passes=0.0)
+
+
+def _warn_of_long_warmup(config: RunConfig) -> None:
+    """Warns in the log if the warm-up covers half of the run or more. Before the rows are read that is not known."""
+    if warning := describe_long_warmup(config):
+        log.warning("%s", warning)
 
 
 def _make_learner(

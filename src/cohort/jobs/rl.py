@@ -242,9 +242,14 @@ def suggest_commands(config: RL, run: Path, step: int) -> list[list[str]]:
     return [
         suggest_evaluation(config, run, step, config.batch.too_long),
         [program_name(), "export", str(run), f"{run.name}-model"],
-        # The quickstart suggests the next recipe in place of more steps.
-        [program_name(), "train", "tiny_countdown"] if config.recipe == "quickstart" else longer,
+        # The quickstart suggests the next recipe in place of more steps, unless the user gave it another task.
+        [program_name(), "train", "tiny_countdown"] if _is_quickstart(config) else longer,
     ]
+
+
+def _is_quickstart(config: RL) -> bool:
+    """Returns whether this is the quickstart with its own task."""
+    return config.recipe == "quickstart" and get_variant_name("task", config.task) == "arithmetic"
 
 
 def notice_if_ratios_are_one(config: RL) -> str:

@@ -145,11 +145,12 @@ class SFTJob(TrainingJob):
     def suggest_commands(self, run: Path, step: int) -> list[list[str]]:
         """Returns commands to try after the run in directory `run` is complete, each as a list of words.
 
-        They evaluate the model after `step` steps on its task (on arithmetic, if the run has none), export it, and
-        train on.
+        They evaluate the model after `step` steps on its task, export it, and train on. Synthetic traces teach
+        arithmetic among others, and are evaluated on that.
         """
         c = self.config
-        evaluation = [[program_name(), "eval", "arithmetic", "--model", f"{run}@{step}"]]
+        is_synthetic = isinstance(c.data, Traces)
+        evaluation = [[program_name(), "eval", "arithmetic", "--model", f"{run}@{step}"]] if is_synthetic else []
         if c.task is not None:
             too_long = getattr(c.data, "too_long", "error")
             evaluation = [] if self.evaluator is None else [suggest_evaluation(c, run, step, too_long)]

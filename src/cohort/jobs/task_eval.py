@@ -31,6 +31,7 @@ from cohort.run.machine import program_name
 from cohort.scoring.base import Pool
 from cohort.scoring.start import start_scorer
 from cohort.tasks.base import check_packages, has_conversations, has_rows
+from cohort.tasks.places import lacks_test_file
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 from cohort.tasks.stream import TaskStream
 from cohort.text import PromptRenderer, Tokenizer
@@ -278,6 +279,9 @@ def suggest_evaluation(config: RL | SFT | DPO, run: Path, step: int, too_long: s
 
 def _may_have_test_rows(task: Any) -> bool:
     """Returns whether a task has test rows, or they cannot be read now, as those of a hub without a network."""
+    # Known without a warning that would come at the end of the run.
+    if lacks_test_file(str(getattr(task, "data", ""))):
+        return False
     try:
         return has_rows(task, "test")
     except CohortError:
@@ -288,8 +292,9 @@ def make_eval_flags(config: RL | SFT | DPO, too_long: str) -> list[str]:
     """Returns flags, as words, that make `cohort eval` use the run's prompts and sampling in evaluations.
 
     They are template, system prompt, temperature, limit of tokens, stop texts, limits of conversations, coefficients of
-    a reward without an accuracy, and settings of the task, each only if it differs from the default. `too_long` says
-    what becomes of prompts that are too long. The numbers of problems and samples are left out.
+    a reward without an accuracy, names of variables with keys, and settings of the task, each only if it differs from
+    the default. `too_long` says what becomes of prompts that are too long. The numbers of problems and samples are left
+    out.
     """
     flags = []
     if config.template != "chat":
@@ -311,6 +316,9 @@ def make_eval_flags(config: RL | SFT | DPO, too_long: str) -> list[str]:
         for option, name in CONVERSATION_OPTIONS.items():
             value = getattr(turns, name)
             flags += [] if value == getattr(Conversation(), name) else format_setting(option, value)
+    # Without its keys a judge gives no score. Other settings of scoring change no result.
+    if config.scoring.env:
+        flags += format_setting("scoring.env", config.scoring.env)
     # A task of which a setting has no default cannot be made without settings.
     defaults = {f.name: f.default for f in dataclasses.fields(config.task)}
     for name, setting in collect_settings(config.task, "task.").items():

@@ -16,6 +16,7 @@ STEP_LINE = {
     "lr": ("lr", "learning rate"),
     "calls/timeout": ("timeouts", "calls of tools in the step that took too long and were stopped"),
     "calls/crash": ("crashes", "samples of the step that failed because the process of their tools died"),
+    "time/scoring/retries": ("retries", "answers of the step that were scored again because scoring failed"),
     "sampler_gap/max": ("gap", "largest difference between sampler's and learner's log-probabilities; tiny is right"),
 }
 FURTHER = (

@@ -216,9 +216,12 @@ def compute_times(metrics: Mapping[str, float], seconds: float, stages: Mapping[
     """Returns the time metrics of a step: seconds of each stage and of the whole step, and tokens per second.
 
     `metrics` has the token counts; a rate without its count or its stage is left out. `seconds` are those of the step,
-    `stages` those of each stage by name. Names begin with "time/", so that a comparison of two runs can leave them out.
+    `stages` those of each stage by name, and events within them, such as "scoring/retries". Names begin with "time/",
+    so that a comparison of two runs can leave them out.
     """
-    times = {f"time/stage/{name}": value for name, value in stages.items()} | {"time/step": seconds}
+    # Names with a slash are of what happens within a stage.
+    times = {f"time/{name}" if "/" in name else f"time/stage/{name}": value for name, value in stages.items()}
+    times["time/step"] = seconds
     # (name of the rate, metric that it counts, seconds to divide by)
     rates = (
         # A step that samples nothing trains given tokens.

@@ -26,7 +26,7 @@ from cohort.rollout.episode import AfterTurn, Episode, EpisodeSettings
 from cohort.rollout.ledger import Ledger, Status
 from cohort.rollout.refills import RejectionRate, count_needed_prompts
 from cohort.scoring.base import Pool
-from cohort.system.clock import stage
+from cohort.system.clock import add_seconds, stage
 from cohort.tasks.environment import Past
 from cohort.tasks.stream import TaskStream
 from cohort.types import Answer, Finish, Group, Outcome, Prompt, Row, Sample
@@ -388,12 +388,16 @@ class Producer:
                 self._submit_for_scoring(event.id, event.sample)
         scored: list[tuple[str, Outcome]] = []
         if self._scoring:
+            begin = time.perf_counter()
             scored = self.scorer.poll(0.0 if busy else POLL_TIMEOUT)
+            if not busy:
+                add_seconds({"scoring/wait": time.perf_counter() - begin})
             self._scoring -= {id for id, _ in scored}
         # An engine may return from `poll` before its timeout, so this keeps the loop from spinning.
         if busy and not events and not scored:
             time.sleep(POLL_PAUSE)
-        self._silence.record_poll(bool(events or scored), len(self._sampling), len(self._scoring))
+        failure = getattr(self.scorer, "last_failure", "")
+        self._silence.record_poll(bool(events or scored), len(self._sampling), len(self._scoring), failure)
         return scored
 
     def _submit_for_scoring(self, id: str, turn: Sample) -> None:
@@ -419,10 +423,11 @@ class SilenceMonitor:
         self.since = time.monotonic()  # when something last happened
         self.patience = QUIET_SECONDS  # seconds of silence before the next warning
 
-    def record_poll(self, has_news: bool, num_requests: int, num_answers: int) -> None:
+    def record_poll(self, has_news: bool, num_requests: int, num_answers: int, failure: str = "") -> None:
         """Restarts the time of silence if the poll had news. Otherwise logs a warning if the silence lasts too long.
 
-        `num_requests` are under way in the engine, `num_answers` are being scored.
+        `num_requests` are under way in the engine, `num_answers` are being scored. `failure` is why the last
+        try of scoring failed; "" = it did not.
         """
         now = time.monotonic()
         if has_news:
@@ -430,10 +435,11 @@ class SilenceMonitor:
             self.patience = QUIET_SECONDS
         elif now - self.since >= self.patience:
             log.warning(
-                "nothing has happened for %.0f s: waiting for the engine (%d requests) and the graders (%d answers)",
+                "nothing has happened for %.0f s: waiting for the engine (%d requests) and the graders (%d answers)%s",
                 now - self.since,
                 num_requests,
                 num_answers,
+                f"; the last failure: {' '.join(failure.split())[:300]}" if failure else "",
             )
             self.patience *= 2
 

@@ -31,6 +31,7 @@ class Pool(ABC):
 
     num_failures = 0  # outcomes that were failures
     num_over_limit = 0  # answers that were wrong because they took too much work
+    last_failure = ""  # why the last try failed, if nothing was scored since
     conversation: ConversationRules | None = None  # rules of tools and environments; None = the task has none
     scores_groups = False  # whether the answers of a group must be submitted together
 

@@ -223,6 +223,7 @@ class JournaledPool(Pool):
             self.num_failures += len(content.ids) * sum(bool(outcome.failure) for outcome in outcomes)
             for id in content.ids:
                 self._done += _name_outcomes(id, content.size, outcomes)
+        self.last_failure = self.pool.last_failure
         done, self._done = self._done, []
         return done
 

@@ -37,6 +37,7 @@ from cohort.scoring.homes import EpisodeHomes
 from cohort.scoring.printed import PrintedLines
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import WALL_PER_CPU_SECOND, Hello, Item, Limits, Reply, read_outcomes
+from cohort.system.clock import add_count
 from cohort.tasks.base import OVER_LIMIT, Task, check_packages, make_plain_answer
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules, Past
@@ -423,6 +424,8 @@ class ScoringPool(Pool):
             self._retries.append((0, replace(item, answer=empty)))
         elif item.number not in self._was_too_much:
             self._was_too_much[item.number] = too_much
+            self.last_failure = trouble.reason
+            add_count("scoring/retries")
             self._retries.append((self._next_serial + 1 if serial is None else serial, item))
         else:
             outcomes = [Outcome(failure=trouble.reason, crashed=trouble.is_death)] * max(1, len(item.siblings))

@@ -28,6 +28,7 @@ from cohort.scoring.pool import START_SECONDS, TICK_SECONDS, kill_workers, name_
 from cohort.scoring.printed import PrintedLines
 from cohort.scoring.process import Worker
 from cohort.scoring.wire import Hello, Item, Limits, Reply, read_outcomes
+from cohort.system.clock import add_count
 from cohort.tasks.base import Task, check_packages
 from cohort.tasks.environment import Past
 from cohort.tasks.grading import scores_groups
@@ -259,6 +260,7 @@ class ServicePool(Pool):
             if reply.contract:
                 raise TaskError(reply.contract)
             self._finish(order, read_outcomes(self.task.name, item, worker.ready, reply))
+            self.last_failure = ""
         except TaskError as error:
             self._forget(order)
             self._errors.append(error)
@@ -321,9 +323,10 @@ class ServicePool(Pool):
         `lasting` = another try cannot help.
         """
         order.tries += 1
-        order.failure = reason
+        order.failure = self.last_failure = reason
         if order.tries <= self.retries and not lasting:
             self.num_retries += 1
+            add_count("scoring/retries")
             pause = choose_pause(order.tries + 1, f"{order.item.row_id}/{order.id}")
             heapq.heappush(self._paused, (time.monotonic() + pause, order.item.number))
             return

@@ -10,7 +10,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Seconds by stage since the last `read_and_reset`. One dict per process.
+# Seconds by stage since the last `read_and_reset`. Names with a slash are of what happens within a stage: seconds that
+# are part of it, and counts that depend on time as these do. One dict per process.
 _seconds: dict[str, float] = {}
 
 
@@ -44,10 +45,15 @@ def add_seconds(seconds: Mapping[str, float]) -> None:
         _seconds[name] = _seconds.get(name, 0.0) + spent
 
 
+def add_count(name: str) -> None:
+    """Counts one more event of this name, such as "scoring/retries"."""
+    _seconds[name] = _seconds.get(name, 0.0) + 1.0
+
+
 def read_and_reset() -> dict[str, float]:
     """Returns the seconds spent in this process since the last call, by name of the stage, and starts again at 0.
 
-    Stages that were not entered are not in it.
+    Counts of events are in it too, by names with a slash. What did not happen is not in it.
     """
     seconds = dict(_seconds)
     _seconds.clear()

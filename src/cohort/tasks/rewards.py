@@ -33,6 +33,8 @@ See = Literal["auto", "text", "messages"]
 MAX_LOGGED = 200  # characters of what a function logs about one answer
 # Columns that TRL does not hand to functions, because prompts and completions are.
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+# What TRL hands to functions besides the columns.
+_TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 _HELP = "a reward function takes completions (as in TRL), solution_str and ground_truth (as in verl), or row and answer"
 
 
@@ -56,6 +58,11 @@ class RewardFunction:
     function: Callable[..., Any]
     style: Style
     accepts: frozenset[str] | None  # the keywords that it takes; None = all
+    required: tuple[str, ...] = ()  # columns of a row that it cannot be called without
+
+    def find_missing_column(self, row: Mapping[str, Any]) -> str:
+        """Returns the first column that the function needs and the row does not have; "" if it has all."""
+        return next((name for name in self.required if name not in row), "")
 
     def call(self, row: Row, prompt: list[Message] | str, answers: Sequence[Answer], log: GroupLog) -> Any:
         """Calls the function for the answers of a group. Returns its results, or something that gives them if awaited.
@@ -152,7 +159,10 @@ def _read_function(task: str, number: int, function: Callable[..., Any]) -> Rewa
             f'task "{task}": the reward function {name} takes ({", ".join(words) or "nothing"}), which fits no kind; '
             f"{_HELP}"
         )
-    return RewardFunction(name, function, style, None if takes_all else frozenset(words))
+    needed = [n for n in words if parameters[n].default is inspect.Parameter.empty]
+    # Functions for verl are given None for a column that the rows do not have.
+    required = tuple(n for n in needed if n not in _TRL_ARGUMENTS) if style == "trl" else ()
+    return RewardFunction(name, function, style, None if takes_all else frozenset(words), required)
 
 
 def _make_trl_arguments(
@@ -209,8 +219,14 @@ def score_with_functions(
 
     If a function gives something to be awaited, so does this: such functions then run at once. All others have run
     when this returns, outside of an event loop if the caller has none: they may start one of their own. Raises
-    TaskError if a function does not give one number per answer.
+    TaskError if a function does not give one number per answer, or needs a column that the row does not have.
     """
+    for each in functions:
+        if missing := each.find_missing_column(row):
+            raise TaskError(
+                f'task "{task.name}", row "{row.get("id", "?")}": the reward function {each.name} needs the column '
+                f'"{missing}"; the row has {", ".join(row)}. Add it to the rows, or correct the parameter\'s name'
+            )
     log = GroupLog(len(answers))
     called = [each.call(row, prompt, answers, log) for each in functions]
 
@@ -237,10 +253,31 @@ def _make_verdicts(
         if len(values) != num_answers:
             raise TaskError(f"{where} {each.name} returned {len(values)} numbers for {num_answers} answers")
         columns[each.name] = [_read_score(value, each, logs, index) for index, value in enumerate(values)]
+        wrong = [value for value in columns[each.name] if value is not None and not _is_finite(value)]
+        if wrong:
+            raise TaskError(
+                f"{where} {each.name} returned {str(wrong[0])[:60]!r} for an answer; return a finite number"
+            )
+        if each.name == task.accuracy:
+            _require_accuracies(where, each.name, columns[each.name], "accuracy_part" in vars(type(task)))
     return [
         Verdict({name: values[index] for name, values in columns.items()}, logs.make_reason(index))
         for index in range(num_answers)
     ]
+
+
+def _require_accuracies(where: str, name: str, values: Sequence[Any], is_flag: bool) -> None:
+    """Raises TaskError unless all numbers of the function that gives the accuracy are 0 or 1.
+
+    `is_flag` = a setting names the function, not a class. `where` begins the message.
+    """
+    wrong = [value for value in values if value not in (0, 1)]
+    if wrong:
+        named = "--task.accuracy-part" if is_flag else "accuracy in the class"
+        raise TaskError(
+            f"{where} {name} returned {str(wrong[0])[:60]}, but {named} names it: an accuracy is 0 or 1 for every "
+            f"answer. Return 0 or 1, or remove {named}: then the mean reward is measured"
+        )
 
 
 def _list_values(result: Any) -> list[Any] | None:
@@ -260,6 +297,14 @@ def _read_score(value: Any, function: RewardFunction, log: GroupLog, index: int)
         value = value["score"]
     # TRL itself marks a function that does not apply by NaN.
     return None if function.style == "trl" and _is_nan(value) else value
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns whether a value is a finite number, also one of numpy or torch."""
+    try:
+        return not isinstance(value, str) and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _is_nan(value: Any) -> bool:

@@ -9,6 +9,7 @@ for TRL, for verl or for Cohort (`cohort.tasks.rewards`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,7 +20,7 @@ from cohort.tasks.formats import RawRow
 from cohort.tasks.grading import is_async
 from cohort.tasks.places import locate_rows
 from cohort.tasks.rewards import RewardFunction, make_score_group, read_reward_functions
-from cohort.tasks.source import read_sources
+from cohort.tasks.source import is_without_test_rows, read_sources
 from cohort.types import Answer, Message, Row
 from cohort.user_code import load_function, make_function_spec, make_spec_absolute, split_spec
 
@@ -89,17 +90,18 @@ class Rows:
             raise TaskError("rows needs reward functions: name them with --task.rewards file.py:FUNCTION")
         loaded = read_reward_functions("rows", [load_function(spec) for spec in self.rewards])
         # The part is called as the setting says, whatever the function calls itself.
-        return tuple(
-            RewardFunction(name, each.function, each.style, each.accepts)
-            for name, each in zip(self.parts, loaded, strict=True)
-        )
+        return tuple(replace(each, name=name) for name, each in zip(self.parts, loaded, strict=True))
+
+    def load_functions(self) -> list[Any]:
+        """Returns the reward functions, loaded from their files."""
+        return [each.function for each in self._functions]
 
     def rows(self, split: str) -> Iterator[Row]:
-        """Returns the rows of a split. A file without {split} in its name has training rows only."""
+        """Returns the rows of a split. Without {split} in the name of the file, or a test file, none is for testing."""
         if not self.data:
             raise TaskError("rows needs data: name a file with --task.data, as in --task.data questions.jsonl")
         has_test = "{split}" in self.data
-        if split == "test" and not has_test:
+        if (split == "test" and not has_test) or is_without_test_rows("rows", split, self.data):
             return iter(())
         find_test = (lambda: locate_rows(self.data, "test")) if has_test and split == "train" else None
         return read_sources(
@@ -107,9 +109,24 @@ class Rows:
             locate_rows(self.data, split),
             find_test,
             columns=self.columns,
-            make=_make_row,
+            make=self._make_row,
             key="prompt",
         )
+
+    def _make_row(self, raw: RawRow) -> Row:
+        """Returns a raw row, whose prompt must be a text or a list of messages. Raises ValueError for another one.
+
+        Raises KeyError if a reward function needs a column that the row does not have.
+        """
+        prompt = raw["prompt"]
+        is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
+        if not (isinstance(prompt, str) and prompt.strip()) and not (is_messages and prompt):
+            raise ValueError("prompt must be a text that is not empty, or a list of messages with role and content")
+        for each in self._functions if self.rewards else ():
+            # A row without an id gets one.
+            if missing := each.find_missing_column({"id": "", **raw}):
+                raise KeyError(missing)
+        return dict(raw)
 
     def prompt(self, row: Row) -> list[Message] | str:
         """Returns the prompt of a row: a text, or messages."""
@@ -119,12 +136,3 @@ class Rows:
     def score_group(self, row: Row, answers: list[Answer]) -> Any:
         """Scores the answers of a group with the functions; a coroutine, if one of them is one."""
         return make_score_group(self._functions, self.completions)(self, row, answers)
-
-
-def _make_row(raw: RawRow) -> Row:
-    """Returns a raw row, whose prompt must be a text or a list of messages. Raises ValueError for another one."""
-    prompt = raw["prompt"]
-    is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
-    if not (isinstance(prompt, str) and prompt.strip()) and not (is_messages and prompt):
-        raise ValueError("prompt must be a text that is not empty, or a list of messages with role and content")
-    return dict(raw)

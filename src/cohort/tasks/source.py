@@ -31,6 +31,10 @@ from cohort.types import Row
 log = logging.getLogger(__name__)
 
 
+class UnusableRow(ValueError):
+    """A row that has its columns, but cannot be used. The message says why, and what to do."""
+
+
 def read_rows(
     task: str,
     split: str,
@@ -47,9 +51,9 @@ def read_rows(
     `data` and `columns` are settings of the task. `data` is a path (perhaps with {split}, ~ or $NAME), the name of a
     hub data set, or "" for the default `places` by split; a path without {split} is for "test" only. `columns` has an
     entry "ours=theirs" for every column that has another name in the source. `make` turns a raw row into a row of the
-    task, or raises ValueError with what is wrong. `key` is the field of the made row that identifies the problem; a row
-    without an "id" gets a hash of it. The `task_columns` are those that `make` reads: if given, an entry of `columns`
-    for any other name is refused.
+    task, or raises ValueError with what is wrong: UnusableRow if no column can be the cause. `key` is the field of the
+    made row that identifies the problem; a row without an "id" gets a hash of it. The `task_columns` are those that
+    `make` reads: if given, an entry of `columns` for any other name is refused.
 
     Raises TaskError at once for bad `columns`, an unknown split and a path or place that cannot serve the split. Raises
     it while rows are read, with file and line where possible, for a source that cannot be opened, a bad row, two rows
@@ -57,8 +61,7 @@ def read_rows(
     are in a test split that can be opened, are left out; warnings at the end count them. A test file that is missing
     beside a training file has no rows, with a warning.
     """
-    if split == "test" and lacks_test_file(data):
-        log.warning("%s: there is no file %s, so there are no test rows", task, data.replace("{split}", "test"))
+    if is_without_test_rows(task, split, data):
         return iter(())
     source = find_source(task, split, data, places)
     return read_sources(
@@ -70,6 +73,14 @@ def read_rows(
         key=key,
         task_columns=task_columns,
     )
+
+
+def is_without_test_rows(task: str, split: str, data: str) -> bool:
+    """Returns whether `split` is "test" and `data` names a training file without a test file, with a warning then."""
+    if split != "test" or not lacks_test_file(data):
+        return False
+    log.warning("%s: there is no file %s, so there are no test rows", task, data.replace("{split}", "test"))
+    return True
 
 
 def read_sources(
@@ -190,6 +201,8 @@ class _Reader:
                     f'{where} has no column "{name}"; it has {list_columns(raw)}. Add it, or set '
                     f"--task.columns {name}=COLUMN if it has another name there"
                 ) from error
+            except UnusableRow as error:
+                raise TaskError(f"{where}: {error}") from error
             except ValueError as error:
                 # The columns are listed only if one that `make` reads is missing: then its name may be the cause.
                 missing = [name for name in self.task_columns if name not in renamed]

@@ -38,6 +38,11 @@ def test_a_backslash_continues_a_line(type_lines):
         lines.read_line("> ")
 
 
+def test_a_backslash_continues_a_line_of_a_pipe(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\\\ntwo\r\n\nthree\\\n"))
+    assert [read_piped_line() for _ in range(4)] == ["one\ntwo", "", "three", None]
+
+
 def test_input_that_is_not_text_is_told(type_lines, monkeypatch):
     wrong = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     type_lines(wrong)

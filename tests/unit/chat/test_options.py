@@ -51,6 +51,8 @@ def test_a_task_of_the_users_own_file(tmp_path, monkeypatch):
             ["tiny", "--task", "countdown", "--validation-share", "0.2"],
             "--validation-share has no effect without --split validation",
         ),
+        (["tiny", "--scoring.retries", "0"], "--scoring has no effect without --task"),
+        (["tiny", "--task", "countdown", "--scoring.env", "NOT_SET_HERE"], "NOT_SET_HERE, which is not set"),
         (["tiny", "--temperature", "0", "--top-p", "0.5"], "--top-p has no effect"),
         (["tiny", "--task", "countdwn"], "unknown task"),
         (["--model", "tiny"], "models are named without a flag"),

@@ -9,6 +9,7 @@ import pytest
 from cohort.chat.conversation import Exchange, ModelTurn
 from cohort.chat.problems import TaskProblems, make_answer
 from cohort.config.schema import EvalConfig
+from cohort.config.scoring import ScoringConfig
 from cohort.errors import ConfigError, TaskError
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import load_rows
@@ -94,3 +95,14 @@ def test_the_split_of_a_run_is_told(tmp_path):
     assert "was trained on these problems too" in tell(plain, "validation")
     # There is nothing to say about a run of the default split, of another task, or without a config.
     assert tell(plain, "test") == tell(apart, "test", task=Countdown()) == tell(tmp_path / "none", "test") == ""
+
+
+def test_graders_are_given_the_keys_that_the_chat_names(monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret")
+    told = []
+    for scoring in (None, ScoringConfig(env=("A_KEY",))):
+        with closing(TaskProblems(Faulty(fault="key"), "test", scoring=scoring)) as problems:
+            row, messages = problems.take_row()
+            exchange = Exchange(messages=tuple(messages), turns=(make_turn("x"),), row=row["id"])
+            told.append(problems.describe_outcome(problems.score(exchange, lambda: False).turns[0]))
+    assert told == ["WRONG (correct 0, tags 0)", "RIGHT (correct 1, tags 0)"]

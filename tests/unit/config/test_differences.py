@@ -51,6 +51,30 @@ def test_a_choice_of_the_machine_counts_only_if_the_user_made_it() -> None:
     assert find_differences(recorded, chosen).values == {"learner.dtype": "float32"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "recorded", "expected"),
+    [
+        ("--passes 3", {"passes": 0.0, "steps": 11}, {"passes": 3}),
+        ("", {"passes": 0.0, "steps": 4}, {}),
+        ("--passes 0 --steps 7", {"passes": 0.0, "steps": 7}, {"steps": 7}),
+        ("--seed 2", {"passes": 0.0, "steps": 4, "seed": 2}, {"seed": 2}),
+    ],
+)
+def test_passes_are_shown_as_the_user_gave_them(flags: str, recorded: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings = settings_of("sft", "--data.path=rows.jsonl") | recorded
+    found = find_differences(settings, f"cohort train sft --data.path rows.jsonl {flags}").values
+    assert {name: value for name, value in found.items() if name != "data.path"} == expected
+
+
+def test_settings_of_a_users_class_are_shown_if_the_user_gave_them() -> None:
+    own = {"task": "mine.py:own", "task.size": 3, "task.word": "a", "reward.score": 1.0}
+    settings = {k: v for k, v in settings_of("quickstart").items() if not k.startswith(("task", "reward"))} | own
+    command = "cohort train quickstart --task mine.py:own"
+    assert find_differences(settings, command).values == {"task": "mine.py:own"}
+    given = find_differences(settings, f"{command} --task.size 3 --reward.score=1").values
+    assert given == {"task": "mine.py:own", "task.size": 3, "reward.score": 1.0}
+
+
 def test_a_foreign_recipe_is_not_run(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

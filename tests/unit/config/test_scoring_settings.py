@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import yaml
 
@@ -116,3 +119,32 @@ def test_a_variable_that_is_not_set_or_is_empty_is_named(value: str | None, monk
 def test_settings_without_a_task_have_no_effect_and_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"scoring\.retries"):
         load_config("tiny_sft", ["--task=none", "--scoring.retries=1"])
+
+
+JUDGED = """
+import cohort
+
+judge = cohort.Judge(url="http://localhost:1/v1", model="m", question="?", key="KEY_B")
+class Own:
+    "A task with a judge."
+    accuracy = None
+    def rows(self, split): yield {"id": split}
+    def prompt(self, row): return "x"
+    async def score(self, row, answer): return await judge.score("x", answer.text)
+cohort.task("judged_by_KIND")(Own)
+async def likes(completions, **kwargs):
+    return [(await judge.score("x", text)).parts["score"] for text in completions]
+"""
+
+
+@pytest.mark.parametrize("kind", ["task", "functions"])
+def test_a_judge_whose_key_graders_are_not_given_is_known_before_the_run(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "judged.py"
+    file.write_text(JUDGED.replace("KIND", kind))
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "x"}\n')
+    rows = ["--task=rows", f"--task.data={tmp_path}/mine.jsonl", f"--task.rewards={file}:likes"]
+    flags = [f"--task={file}:judged_by_task"] if kind == "task" else rows
+    with pytest.raises(ConfigError, match=r"the variable KEY_B, .* --scoring.env KEY_A KEY_B\.$"):
+        load_config("quickstart", [*flags, "--scoring.env=KEY_A"])
+    config: Any = load_config("quickstart", [*flags, "--scoring.env", "KEY_A", "KEY_B"])
+    assert config.scoring.env == ("KEY_A", "KEY_B")

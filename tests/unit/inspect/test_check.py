@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ from cohort.cli.check import _to_json
 from cohort.config.algo_sections import CorrectionConfig
 from cohort.config.algos import GSPO, PassAtK, ReinforcePP
 from cohort.config.schema import GRPO, LearnerConfig, LoraConfig, SamplingConfig
+from cohort.config.scoring import ScoringConfig
 from cohort.data import pack as packing
 from cohort.fates import Fate
+from cohort.inspect.check.cases import advise_on_failure
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
 from cohort.inspect.check.plan import check_memory, check_step_time
 from cohort.inspect.check.reward import check_reward
@@ -29,6 +33,7 @@ from cohort.learner.base import Annotations, TokenLogprobs
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import WholeOptimizer
 from cohort.rollout.episode import Episode
+from cohort.tasks.code.task import Code
 from cohort.tasks.stream import SharedRows
 from cohort.text import Tokenizer
 from cohort.types import Provenance
@@ -302,6 +307,22 @@ def test_nothing_is_ok_or_said_of_a_grader_that_always_raises() -> None:
     assert [(f.status, f.name) for f in findings] == [("FAIL", "reward/failures"), ("warn", "reward/verdicts")]
 
 
+def test_a_grader_that_raises_on_samples_of_the_model_fails_with_the_exception() -> None:
+    [signal] = [f for f in run_reward_checks("raising on samples") if f.status == "FAIL"]
+    assert signal.name == "reward/signal" and "4 of 4 samples of the model could not be scored" in signal.text
+    assert "ValueError: a sample (faulty_task.py, line " in signal.text and "easier" not in signal.text
+
+
+def test_right_answers_of_all_rows_are_tried_where_that_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right answer that is wrong in one row of 26 is found; without time for it, the finding says "of 26"."""
+    assert "reward/gold" in get_failed_names(run_reward_checks("one wrong"))
+    [gold] = [f for f in run_reward_checks("") if f.name == "reward/gold"]
+    assert gold.text == "the right answers of 26 of 26 rows have correct = 1, the accuracy"
+    monkeypatch.setattr("cohort.inspect.check.reward.GOLD_SECONDS", 0.0)
+    [gold] = [f for f in run_reward_checks("") if f.name == "reward/gold"]
+    assert gold.text.startswith("the right answers of 16 of 26 rows")
+
+
 def test_a_check_without_scores_is_not_ok() -> None:
     """The grader scores answers without a number in them, and no others: all right answers have one."""
     findings = {f.name: f for f in run_reward_checks("raising on numbers")}
@@ -324,6 +345,23 @@ def test_held_out_rows_that_are_trained_on_are_a_finding(num: int, status: str) 
     found = check_overlap(overlap)
     assert (found.status, found.name) == (status, "task/overlap")
     assert (f"{num} of 20 test rows" in found.text and '"test-3" as "train-5"' in found.text) == (num > 0)
+
+
+def test_half_an_answer_is_not_called_accepted_where_nothing_is_paid() -> None:
+    [found] = [f for f in run_reward_checks("constant") if f.name == "reward/truncated"]
+    assert found.status == "ok" and "accepted in 0 of" in found.text
+
+
+def test_what_the_model_says_counts_where_made_up_answers_earn_the_same() -> None:
+    """The reward is the number of tokens that were sampled, and made-up answers have none."""
+    findings = {f.name: f for f in run_reward_checks("tokens")}
+    assert findings["reward/signal"].status == "ok" and "2 of 2" in findings["reward/signal"].text
+    assert findings["reward/varies"].status == "ok", findings["reward/varies"]
+
+
+def test_the_failure_of_a_service_has_its_own_advice_alone() -> None:
+    failure = "scoring failed: ServiceError: the variable KEY is not set. Set it."
+    assert advise_on_failure(failure) == "." and "score 0" in advise_on_failure("the grader raised ValueError: no")
 
 
 def test_a_slow_reward_is_named_and_the_rehearsal_stays_short() -> None:
@@ -384,13 +422,36 @@ def test_a_step_is_measured_whole_or_scaled(monkeypatch: pytest.MonkeyPatch) -> 
     with built_job(small_run()) as made:
         trial = make_trial(made)
         before = made.model.decoder.embed.detach().clone()
-        whole = check_step_time(trial, 0.5)
+        whole = check_step_time(trial, 12.0)
         assert whole.status == "ok" and "of 24 samples" in whole.text and "scaled" not in whole.text
-        assert whole.details["step_seconds"] > 12  # 24 scores of half a second
+        assert 12 < whole.details["step_seconds"] < 24 and whole.text.endswith("; scoring 12 s")
+        assert check_step_time(trial, None).text.endswith("; scoring, which was not measured, comes on top")
         assert not torch.equal(before, made.model.decoder.embed)
         monkeypatch.setattr("cohort.inspect.check.plan.MAX_SAMPLING_SECONDS", 0.0)
         scaled = check_step_time(trial, 0.0)
         assert "of 9 samples, scaled to 24" in scaled.text and scaled.details["step_seconds"] < 12
+
+
+def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path) -> None:
+    """Without solutions nothing was run, and no time is promised. A wrong solution is named with its place."""
+    rows = [{"id": str(n), "prompt": f"Write f{n}(x).", "tests": [f"assert f{n}(1) == 1"]} for n in range(8)]
+    programs = [row | {"solution": f"def f{row['id']}(x):\n    return x"} for row in rows]
+    programs[3]["solution"] = "def f3(x):\n    return 7"
+    for name, given in (("without", rows), ("with", programs)):
+        for split in ("train", "test"):
+            chosen = given[:6] if split == "train" else given[6:]
+            (tmp_path / f"{name}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    found = {}
+    for name in ("without", "with"):
+        task = Code(data=str(tmp_path / f"{name}_{{split}}.jsonl"))
+        with built_job(small_run(task=task, scoring=ScoringConfig(sandbox="none"))) as made:
+            findings = {f.name: f for f in check_reward(sample_trial(made, 2, 2), 1.0)}
+        gold = findings["reward/gold"]
+        found[name] = findings["reward/speed"]
+    assert "programs were not run" in found["without"].text and "step" not in found["without"].details
+    assert found["with"].details["seconds"] > 0.005  # an interpreter has started
+    assert 'row "3" (column "solution" of' in gold.text and "with_train.jsonl, line 4)" in gold.text
+    assert gold.status == "FAIL" and gold.text.endswith("Correct that column or the tests of the row.")
 
 
 def test_the_measured_part_of_a_batch_grows_while_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,3 +40,8 @@ def test_a_constant_reward_and_missing_own_answers_are_warnings():
     found = judge(empty=[0.5], echo=[0.5])
     assert found["reward/varies"][0] == found["reward/gold"][0] == "warn"
     assert "reward/cheapest" not in found
+
+
+def test_samples_of_the_model_that_earn_other_rewards_count():
+    found = judge(empty=[0.5], echo=[0.5], sample=[0.2, 0.9])
+    assert found["reward/varies"][0] == found["reward/empty"][0] == "ok"

@@ -12,8 +12,9 @@ import pytest
 
 import cohort
 from cohort.inspect.check.findings import Finding
-from cohort.inspect.check.judge import check_judge, find_judges
+from cohort.inspect.check.judge import check_judge
 from cohort.judge import service
+from cohort.judge.finding import find_judges
 from tests.helpers.fake_server import Behaviour, FakeServer, fails, serving
 from tests.helpers.judge_server import count_stars, find_answers, grades, make_judge, says
 

@@ -13,6 +13,7 @@ from cohort.algos.imitation import Imitation
 from cohort.config import load
 from cohort.config.imitation import DPO, SFT
 from cohort.errors import ConfigError, TaskError
+from cohort.inspect.check.plan import check_warmup
 from cohort.jobs.build import build_job
 from cohort.jobs.dpo import DPOJob
 from cohort.jobs.inputs import settle_inputs
@@ -55,6 +56,20 @@ def test_splits_of_files_may_have_any_name(tmp_path: Path, monkeypatch: pytest.M
     assert questions(job.held_out) == {f"test {n}" for n in range(4)}
     with pytest.raises(ConfigError, match="is one file, which has no splits"):
         build("dpo", "--data.path", "rows_train_prefs.jsonl", *flags)
+
+
+def test_a_warm_up_of_half_the_run_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The number of steps follows from the rows: it is known when they are read."""
+    write(tmp_path / "rows.jsonl", make_pairs("train", 8))
+    flags = ["--data.path", f"{tmp_path}/rows.jsonl", "--data.held-out", "0", "--batch.pairs", "2", "--passes", "1"]
+    told = []
+    for warmup in (0, 1, 2, 4):
+        caplog.clear()
+        job = build("dpo", *flags, f"--optim.warmup={warmup}")
+        told.append([r.getMessage() for r in caplog.records if "optim.warmup" in r.getMessage()])
+        assert [f.status for f in check_warmup(job.config)] == ["warn"] * len(told[-1])
+    assert [len(lines) for lines in told] == [0, 0, 1, 1]
+    assert told[2][0].startswith("optim.warmup is 2, and the run makes only 4 optimizer steps: ")
 
 
 def test_splits_of_the_hub_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def read_as_shell(command: str) -> list[str]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "quickstart": {},
+    "quickstart": {"scoring.env": ("KEY_A", "KEY_B")},
     "smollm2_arithmetic": {"eval.temperature": 0.123456789},
     "smollm2_gsm8k": {"task.data": "my rows {split}.jsonl", "task.columns": ("question=the Q", "answer=A")},
     "tiny_countdown": {"sampling.stop": ("\n", "--seed=7", "it's", "--", "-1"), "template": "text"},
@@ -76,4 +76,5 @@ def test_the_printed_command_evaluates_as_the_run_did(case: str, tmp_path: Path,
     assert options.model == f"{tmp_path}/runs/my run@3"
     assert options.temperature == config.eval.temperature and options.template == config.template
     assert options.stop == config.sampling.stop and options.system == config.system
+    assert options.scoring.env == config.scoring.env
     assert (options.max_tokens or task.max_tokens) == config.sampling.max_tokens

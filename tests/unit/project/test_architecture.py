@@ -178,8 +178,9 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     ("models.auto", "engines.auto", "engines.vllm", "engines.server", "engines.site"): 1_200,
     (*("models.catalog", "models.download", "models.hub", "models.shards", "models.gguf", "cli.pull"),): 1_350,
     # A terminal, conversations of several models, a task's problems, and files. It was 1,100 before a file had the
-    # whole chat, and problems of the validation split were offered, and 1,200 before episodes with tools were played.
-    ("chat", "cli.chat"): 1_500,
+    # whole chat, and problems of the validation split were offered, 1,200 before episodes with tools were played, and
+    # 1,500 before graders in a chat were given keys and lines of a pipe could go on.
+    ("chat", "cli.chat"): 1_550,
     # Two outputs, a picture and text for terminals of any size. As a tool it had 1,000 before a curve that ends early
     # had its reason below it.
     ("plot", "cli.plot"): 1_150,
@@ -189,8 +190,8 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     ("sweep", "cli.sweep", "cli.sweep_output", "cli.sweep_progress"): 2_100,
     # As tools these two had 1,000 each before they knew examples and pairs besides groups: three kinds of run with a
     # report of their own, and checks of rows, templates and pairs. Checks had 1,650 before judges were rehearsed and
-    # rewards could be any number.
-    ("inspect.check", "cli.check"): 1_750,
+    # rewards could be any number, and 1,750 before the model's own samples and the right answers of all rows counted.
+    ("inspect.check", "cli.check"): 1_850,
     ("inspect.explain", "cli.explain"): 1_480,
     # Runs evaluate too. It was 1,000 before wrong names had answers at once and comparisons called runs by their names.
     # It was 1,100 before evaluations had conversations.
@@ -198,11 +199,12 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     # It was 1,250 before several ranks divided the problems of an evaluation.
     ("evaluation", "cli.eval", "cli.compare"): 1_350,
     # The table of runs: more than a tool has, because it fits every terminal and knows sweeps and damaged runs.
-    # It was 1,060 before runs could have a mean reward in place of an accuracy, and settings that depend on others.
+    # It was 1,060 before runs could have a mean reward in place of an accuracy, and settings that depend on others, and
+    # 1,100 before it showed settings as the user gave them.
     (
         *("inspect.runs", "cli.runs", "run.summary", "run.swept", "run.activity"),
         *("config.differences", "config.regular_yaml"),
-    ): 1_100,
+    ): 1_150,
 }
 MAX_TOOL = 1_000
 TOOLS = (  # what only looks at runs, configs and machines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from cohort.engines.base import Request
 from cohort.engines.scripted import Script, ScriptedEngine
 from cohort.errors import EngineError
 from cohort.fates import Fate
+from cohort.loops.stats import compute_times
 from cohort.rollout import producer as module
 from cohort.rollout.ledger import Status
 from cohort.rollout.producer import Producer
 from cohort.rollout.refills import MAX_REFILLS, RejectionRate
+from cohort.system import clock
 from cohort.types import Group, Outcome, Prompt
 from tests.helpers.engine_conformance import spell
 from tests.helpers.small_runs import LocalScorer, built_job, make_producer, small_run
@@ -414,3 +417,34 @@ def test_in_continuous_order_groups_that_are_given_up_are_dropped_whole(seed: in
         made.close_groups(found)
         assert made.engine.idle and not scorer._held
     assert scorer.dropped and all("/" not in id for id in scorer.dropped)
+
+
+def test_a_long_silence_names_the_last_failure_of_scoring(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
+    monitor = module.SilenceMonitor()
+    monitor.record_poll(False, 0, 3, "scoring failed:\nConnectionError: busy")
+    monitor.patience = 0.0
+    monitor.record_poll(False, 0, 3)
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0].endswith("the graders (3 answers); the last failure: scoring failed: ConnectionError: busy")
+    assert told[1].endswith("the graders (3 answers)")
+
+
+def test_the_wait_for_scores_beside_an_idle_engine_is_measured() -> None:
+    class WaitingScorer(SlowScorer):
+        def poll(self, timeout: float = 0.0):
+            time.sleep(min(timeout, 0.01))
+            return super().poll(timeout)
+
+    made = producer(scorer=WaitingScorer(producer().scorer.grade, 0))
+    clock.read_and_reset()
+    made.roll_out([prompt(n) for n in range(4)])
+    waited = clock.read_and_reset()["scoring/wait"]
+    assert 0.01 < waited < 30
+    assert compute_times({}, 1.0, {"rollout": 2.0, "scoring/wait": waited}) == {
+        "time/stage/rollout": 2.0,
+        "time/scoring/wait": waited,
+        "time/step": 1.0,
+    }

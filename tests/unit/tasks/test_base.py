@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -347,3 +347,16 @@ def test_attributes_of_a_task_may_be_properties_that_its_settings_decide() -> No
         True,
     )
     assert list_reward_parts(made[1]) == ("part0", "part1", "part2")
+
+
+def test_the_page_of_tasks_lists_what_a_grader_sees_and_its_example_works() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    section = page.split("### What a grader sees of an answer")[1].split("### ")[0]
+    listed = re.findall(r"^\| `answer\.(\w+)` \|", section, re.MULTILINE)
+    assert sorted(listed) == sorted(field.name for field in fields(make_plain_answer("")))
+    [example] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    for calls, correct in ((["error", "ok"], 1.0), (["error"], 0.0), ([], 0.0)):
+        answer = replace(make_plain_answer("7"), calls=calls)
+        assert names["score"](None, {"price": 7}, answer) == {"correct": correct}

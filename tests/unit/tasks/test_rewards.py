@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cohort.tasks import base
 from cohort.tasks.base import make_plain_answer, task
 from cohort.tasks.grading import grade, grade_group, grade_group_async, has_async_grader, scores_groups
 from cohort.tasks.parts import NO_PART
+from cohort.tasks.rows import Rows
 from cohort.types import Answer, Outcome, Row
 
 ROW: Row = {"id": "r", "solution": "4", "level": 2, "prompt": "2+2?"}
@@ -276,8 +278,32 @@ def test_one_function_may_be_the_accuracy() -> None:
 
     made = make(right, Graded(0.5), accuracy="right")
     assert made.accuracy == "right" and score(made, *ANSWERS)[0] == {"right": 1.0, "Graded": 0.5}
-    with pytest.raises(TaskError, match=r"gave 0\.5 for 'Graded', the accuracy"):
+    with pytest.raises(
+        TaskError, match=r"Graded returned 0\.5, but accuracy in the class names it: an accuracy is 0 or"
+    ):
         score(make(Graded(0.5), accuracy="Graded"), *ANSWERS)
+
+
+def test_rows_without_a_class_are_told_of_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def half(completions, **kwargs):\n    return [0.5 for _ in completions]\n")
+    made = Rows(rewards=(f"{tmp_path}/f.py:half",), accuracy_part="half")
+    with pytest.raises(TaskError) as raised:
+        score(made, *ANSWERS)
+    assert "half returned 0.5, but --task.accuracy-part names it" in str(raised.value)
+    assert "class" not in str(raised.value) and "method" not in str(raised.value)
+
+
+def test_a_column_that_a_function_needs_is_named_before_it_is_called(tmp_path: Path) -> None:
+    def needs(completions: list[Any], truth: list[str], level: list[int], extra: int = 0) -> list[float]:
+        raise AssertionError("it was called")
+
+    with pytest.raises(TaskError, match='needs needs the column "truth"; the row has id, solution, level, prompt'):
+        score(make(needs), *ANSWERS)
+    (tmp_path / "f.py").write_text("def f(completions, id, truth, **kwargs):\n    return [0.0 for _ in completions]\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
+    made = Rows(data=str(tmp_path / "rows.jsonl"), rewards=(f"{tmp_path}/f.py:f",))
+    with pytest.raises(TaskError, match=r'rows.jsonl, line 1 has no column "truth"; it has \[.*--task.columns truth='):
+        list(made.rows("train"))
 
 
 # ---- results
@@ -322,7 +348,7 @@ def test_nan_of_other_functions_is_an_error(made_by: str) -> None:
         "verl": lambda solution_str, ground_truth: nan,
         "cohort": lambda row, answer: nan,
     }
-    with pytest.raises(TaskError, match=r"gave nan .* return a finite number"):
+    with pytest.raises(TaskError, match=r"returned 'nan' .* return a finite number"):
         score(make(functions[made_by]), *ANSWERS)
 
 
@@ -337,10 +363,10 @@ def test_nan_of_other_functions_is_an_error(made_by: str) -> None:
         (torch.tensor(1.0), "returned a Tensor"),
         ("abc", "returned a str"),
         ({"a": 1.0, "b": 1.0, "c": 1.0}, "returned a dict"),
-        ([1.0, "high", 1.0], "gave 'high' for part 'reward_1'"),
-        ([1.0, float("inf"), 1.0], "gave inf"),
-        ([1.0, 10**400, 1.0], "gave inf"),
-        (torch.ones(3, 2), "return a number"),
+        ([1.0, "high", 1.0], "reward_1 returned 'high' for an answer"),
+        ([1.0, float("inf"), 1.0], "returned 'inf'"),
+        ([1.0, 10**400, 1.0], "return a finite number"),
+        (torch.ones(3, 2), "return a finite number"),
     ],
 )
 def test_what_are_no_numbers_is_an_error(returned: Any, said: str) -> None:
@@ -353,7 +379,7 @@ def test_a_dict_of_verl_has_a_score_and_notes() -> None:
     outcomes = score_outcomes(made, *ANSWERS)
     assert [o.parts for o in outcomes] == [{"reward_1": 1.0}] * 3
     assert [o.reason for o in outcomes] == ["acc True; pred 4", "acc True; pred five", "acc True; pred "]
-    with pytest.raises(TaskError, match="for part 'reward_1'; return a number"):
+    with pytest.raises(TaskError, match=r"reward_1 returned .* return a finite number"):
         score(make(lambda solution_str, ground_truth: {"acc": 1.0}), *ANSWERS)
 
 
@@ -392,8 +418,8 @@ def test_exceptions_of_functions_are_not_scores() -> None:
     for function in (broken, broken_later):
         with pytest.raises(ConnectionError, match="down"):
             score(make(Graded(1.0), function), *ANSWERS)
-    with pytest.raises(TypeError, match="missing"):
-        score(make(scaled), *ANSWERS)  # no column `factor`
+    with pytest.raises(TaskError, match='scaled needs the column "factor"'):
+        score(make(scaled), *ANSWERS)
 
 
 def test_an_answer_alone_is_a_group_of_one() -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from cohort.errors import TaskError
+from cohort.tasks.code.task import Code
 from cohort.tasks.places import Place, make_data_path_absolute
+from cohort.tasks.rows import Rows
 from cohort.tasks.source import read_rows
 from cohort.types import Row
 
@@ -481,3 +483,20 @@ def test_gsm8k_is_read_whole() -> None:
     for split, size in (("train", 7473), ("test", 1319)):
         rows = read(f"{DATA}/gsm8k_{{split}}.jsonl", split)
         assert len(rows) == size == len({row["id"] for row in rows})
+
+
+@pytest.mark.parametrize("make_task", [lambda data: Rows(data=data), lambda data: Code(data=data)])
+def test_a_training_file_without_a_test_file_has_no_test_rows(
+    make_task: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines(tmp_path / "mine_train.jsonl", [{"prompt": "Write f(x).", "tests": ["assert f(1) == 1"]}])
+    task = make_task(str(tmp_path / "mine_{split}.jsonl"))
+    with caplog.at_level(logging.WARNING):
+        assert [row["prompt"] for row in task.rows("train")] == ["Write f(x)."]
+        assert list(task.rows("test")) == []
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{task.name}: there is no file {tmp_path / 'mine_test.jsonl'}, so there are no test rows"
+    ]
+    (tmp_path / "mine_train.jsonl").unlink()
+    with pytest.raises(TaskError, match=r"cannot read .*mine_test"):
+        list(task.rows("test"))

@@ -7,13 +7,11 @@ them.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType
-from typing import Any
 
 from cohort.errors import TaskError
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
+from cohort.judge.finding import find_judges
 from cohort.judge.judge import Judge
 from cohort.judge.probes import EMPTY, LONG, ProbeResult
 from cohort.logs.escape import escape_line
@@ -43,35 +41,6 @@ def check_judge(task: Task) -> list[Finding]:
             continue
         findings += assess_probes(judge, results)
     return findings
-
-
-def find_judges(task: object) -> list[Judge]:
-    """Returns the judges that a task uses: in its settings, in its class, and in variables that its methods name.
-
-    Such a variable is one of the module or of a function around the class. Equal judges are returned once.
-    """
-    found: list[Judge] = []
-    for name in [*getattr(task, "__dict__", {}), *dir(type(task))]:
-        # Read without running properties, which are foreign code.
-        value = inspect.getattr_static(task, name, None)
-        values = list(_list_named_values(value)) if isinstance(value, FunctionType) else [value]
-        found += [one for one in values if isinstance(one, Judge)]
-    return [judge for n, judge in enumerate(found) if judge not in found[:n]]
-
-
-def _list_named_values(function: FunctionType) -> Iterator[Any]:
-    """Yields the values of global variables and of the closure that a function names, also in functions inside it."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            # The variable is assigned later.
-            continue
-    codes: list[CodeType] = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield from (function.__globals__.get(name) for name in code.co_names)
 
 
 def _make_prompt(task: Task, row: Row) -> str | list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from cohort.config.imitation import describe_long_warmup
 from cohort.config.schema import RunConfig
 from cohort.data.pack import make_batch
 from cohort.inspect.check.findings import Finding, fail, ok, warn
@@ -94,12 +95,12 @@ def estimate_examples(trial: UpdateTrial) -> StepShape:
     return StepShape(longest=longest, batch_tokens=trial.batch_size * longest, kv_tokens=0)
 
 
-def check_step_time(trial: Trial, score_seconds: float) -> Finding:
+def check_step_time(trial: Trial, scoring: float | None) -> Finding:
     """Measures sampling and one update, and returns a finding with the estimated time of a step and of the run.
 
     Measures a whole batch if sampling it should take at most 10 s, otherwise as large a part as that allows, scaled to
-    the batch. `score_seconds`, the measured time of one score, is added once per sample. Returns FAIL if the update
-    moves no weights, else ok. The update changes the weights, so this must be the last check.
+    the batch. `scoring`, the time of all scores of a step, is added; None = it was not measured. Returns FAIL if the
+    update moves no weights, else ok. The update changes the weights, so this must be the last check.
     """
     name = "plan/time"
     job = trial.job
@@ -116,15 +117,23 @@ def check_step_time(trial: Trial, score_seconds: float) -> Finding:
     update = time.perf_counter() - begin
     if not metrics.get("updates/done"):
         return fail(name, "an update did not move the weights: the gradient is zero or not finite.")
-    step = (seconds + update) * batch_size / size + score_seconds * batch_size
+    step = (seconds + update) * batch_size / size + (scoring or 0.0)
     measured = f"sampling {seconds:.2g} s and update {update:.2g} s of {size} samples"
-    return _predict_time(config, step, measured, "" if size == batch_size else f"{batch_size}")
+    scored = "scoring, which was not measured, comes on top" if scoring is None else f"scoring {scoring:.2g} s"
+    return _predict_time(config, step, measured, "" if size == batch_size else f"{batch_size}", f"; {scored}")
 
 
-def _predict_time(config: RunConfig, step: float, measured: str, scaled_to: str) -> Finding:
+def check_warmup(config: RunConfig) -> list[Finding]:
+    """Returns a warning if the warm-up covers half of the run or more; else nothing."""
+    text = describe_long_warmup(config)
+    return [warn("plan/warm-up", f"{text}.")] if text else []
+
+
+def _predict_time(config: RunConfig, step: float, measured: str, scaled_to: str, further: str = "") -> Finding:
     """Returns the finding about the time of a step, in seconds, and of the whole run.
 
-    `measured` says what was measured, and `scaled_to` what it was scaled to; "" = it was a whole step.
+    `measured` says what was measured, and `scaled_to` what it was scaled to; "" = it was a whole step. `further` is
+    what is in the time of a step besides.
     """
     # A few samples take nearly as long as many, so a scaled estimate is too high rather than too low.
     about = "at most about" if scaled_to else "about"
@@ -132,7 +141,7 @@ def _predict_time(config: RunConfig, step: float, measured: str, scaled_to: str)
     text = f"{about} {_format_seconds(step)} per step, {total}"
     scaled = f", scaled to {scaled_to}" if scaled_to else ""
     run = step * config.steps
-    return ok("plan/time", f"{text}: an estimate, from {measured}{scaled}", step_seconds=step, run_seconds=run)
+    return ok("plan/time", f"{text}: an estimate, from {measured}{scaled}{further}", step_seconds=step, run_seconds=run)
 
 
 def check_example_time(trial: GivenTrial) -> Finding:

@@ -6,58 +6,45 @@ Scoring goes through the same pool of worker processes that a run uses.
 from __future__ import annotations
 
 import math
-import re
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from cohort.errors import TaskError
+from cohort.inspect.check.cases import (
+    NUM_REPEATS,
+    Case,
+    advise_on_failure,
+    is_failed,
+    make_cases,
+    score_cases,
+    score_golds,
+)
 from cohort.inspect.check.continuous import check_continuous
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
+from cohort.inspect.check.samples import check_signal, score_samples
 from cohort.inspect.check.trial import Trial
 from cohort.jobs.build import RLJob
 from cohort.logs.escape import escape_line
-from cohort.models.catalog import notice_if_not_taught
-from cohort.rollout.episode import make_answer
-from cohort.scoring.base import Pool
 from cohort.scoring.start import choose_num_workers, start_scorer
-from cohort.tasks.calls import get_gold, resolve_row
+from cohort.tasks.base import Task
+from cohort.tasks.calls import resolve_row
 from cohort.tasks.parts import NO_PART
-from cohort.types import Answer, Outcome, Prompt, Sample
+from cohort.types import Prompt
 
 # Rows of the training and of the test split that answers are made for.
 NUM_TRAIN = 12
 NUM_TEST = 4
 PASS_SECONDS = 10.0  # for one pass over the answers; the answers that are not reached in that time are left out
 NUM_SERVICE_ROWS = 4  # rows of both splits together, where every answer costs a request to an outside service
+GOLD_SECONDS = 2.0  # for the right answers of rows beyond these
+GOLD_BATCH = 16  # rows whose right answers are scored before the clock is looked at
 WARN_STEP_SECONDS = 5.0  # time of all scores of a step
 # Shares of the reward of a right answer that a worthless answer may earn.
 FAIL_REWARD_SHARE = 0.5
 WARN_REWARD_SHARE = 0.2
 WARN_ROW_SHARE = 0.2  # of the rows: how often a wrong answer may be accepted
-NUM_REPEATS = 50
-# Format without content, in the formats that tasks commonly ask for.
-SKELETONS = ("<answer></answer>", "<think></think><answer></answer>", "\\boxed{}", "#### ", "{}", "```\n```")
 CHEAP_KINDS = ("empty", "whitespace", "skeleton")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One answer to be scored and, once it is scored, its outcome.
-
-    `kind` says how the answer was made: empty, whitespace, echo (the prompt itself), skeleton (format only), gold
-    (the task's right answer), truncated, repeated, other (the gold answer of another row), sample (from the model).
-    """
-
-    prompt: Prompt
-    kind: str
-    answer: Answer
-    outcome: Outcome = field(default_factory=Outcome)
-    seconds: float = 0.0  # that the score took
-    reward: float = 0.0
-    correct: bool = False
 
 
 def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Finding]:
@@ -74,33 +61,38 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
     rows = stream.next_prompts(min(NUM_TRAIN, stream.num_rows)) + job.problems[:NUM_TEST]
     # Only a played episode has a reward. The sampled ones were played with the task's own environment. A mixture may
     # have both kinds of tasks.
-    scored_alone = [prompt for prompt in rows if not hasattr(resolve_row(task, prompt.row)[0], "environment")]
+    scored_alone = [prompt for prompt in rows if not _has_environment(task, prompt)]
     if len(scored_alone) < len(rows):
         yield ok("reward/environment", "rewards come from the environment, which played the sampled episodes")
     if not scored_alone:
-        yield check_signal(trial, seconds)
+        yield check_signal(trial, score_samples(trial, seconds))
         return
     rows = scored_alone
     if task.service:
         rows = rows[:: max(1, len(rows) // NUM_SERVICE_ROWS)][:NUM_SERVICE_ROWS]
     try:
         cases = make_cases(task, rows)
-        scored = list(_score_cases(job, job.scorer, cases, seconds))
-        yield check_failures(scored)
+        scored = list(score_cases(job, job.scorer, cases, seconds))
+        further = _score_further_golds(job, scored)
+        yield check_failures([*scored, *further])
         # What the other checks compare are scores, so answers without one are left out.
         judged = [c for c in scored if not c.outcome.failure]
         if not judged:
             yield warn("reward/verdicts", "the other checks of the reward did not run, because they need scores.")
             return
         yield check_speed(job, scored)
-        yield from check_verdicts(job, judged, {c.kind for c in cases})
+        # What the model says may earn what no made-up answer does.
+        samples = score_samples(trial, seconds)
+        said = [c for c in samples if not c.outcome.failure]
+        gold = [c for c in (*judged, *further) if c.kind == "gold" and not c.outcome.failure]
+        yield from check_verdicts(job, [*judged, *said], {"sample", *(c.kind for c in cases)}, gold)
         if task.service:
             kept = "what an outside service says is kept in the run's journal, so a resumed run gets the same scores"
             yield ok("reward/repeatable", f"not scored twice: {kept}")
         else:
             yield check_repeatable(job, judged, seconds)
             yield check_order(job, judged, seconds)
-        yield check_signal(trial, seconds)
+        yield check_signal(trial, samples)
     except TaskError as error:
         yield fail(
             "reward/contract",
@@ -108,75 +100,34 @@ def check_reward(trial: Trial, seconds: float = PASS_SECONDS) -> Iterator[Findin
         )
 
 
-def make_cases(task: object, prompts: Sequence[Prompt]) -> list[Case]:
-    """Returns the answers to try on the grader for each prompt, not yet scored: right, empty, copied and so on.
+def _score_further_golds(job: RLJob, scored: Sequence[Case]) -> list[Case]:
+    """Returns scored right answers of rows that are not among `scored`: as many as a quick grader scores in 2 s.
 
-    All kinds of a prompt come before the next prompt, so that each kind has been tried when time runs out. Kinds made
-    from a right answer are left out where the task gives none.
+    Returns none where right answers are not known, where every answer costs a request to a service, and for a grader
+    that is not quick.
     """
-    golds = [_get_gold(task, p) for p in prompts]
-    cases: list[Case] = []
-    for n, (prompt, gold) in enumerate(zip(prompts, golds, strict=True)):
-        asked = [m["content"] for m in prompt.messages if m["role"] == "user" and isinstance(m.get("content"), str)]
-        texts = [("empty", ""), ("whitespace", " \n\t \n"), ("echo", "\n".join(asked))]
-        texts += [("skeleton", s) for s in SKELETONS]
-        if gold:
-            other = golds[(n + 1) % len(golds)]
-            repeated = "\n".join([gold] * NUM_REPEATS)
-            texts += [("gold", gold), ("truncated", gold[: len(gold) // 2]), ("repeated", repeated)]
-            # The task's own format without content: the gold answer with all words removed but those in tags.
-            texts += [("skeleton", re.sub(r"(</?\w+>)|\w+", lambda m: m[1] or "", gold))]
-            texts += [("other", other)] if other not in ("", gold) else []
-        cases += [Case(prompt=prompt, kind=kind, answer=_make_case_answer(prompt, kind, text)) for kind, text in texts]
-    return cases
+    seconds = [c.seconds for c in scored if c.kind == "gold" and not c.outcome.failure]
+    if not seconds or job.config.task.service or GOLD_BATCH * statistics.median(seconds) > GOLD_SECONDS:
+        return []
+    return score_golds(job, _list_further_prompts(job, {c.prompt.id for c in scored}), GOLD_SECONDS)
 
 
-def _get_gold(task: object, prompt: Prompt) -> str:
-    """Returns the right answer that the task's `gold` gives for the prompt's row.
-
-    Returns "" if the task has no `gold` or that raises TaskError. Raises UserCodeError if that of a user's task
-    raises something else.
-    """
-    try:
-        return get_gold(task, prompt.row) or ""
-    except TaskError:
-        return ""
-
-
-def _make_case_answer(prompt: Prompt, kind: str, text: str) -> Answer:
-    """Returns `text` in the form in which the grader gets an answer to the prompt.
-
-    For the kinds gold, repeated, other and truncated `text` is the full answer. For other kinds the full answer begins
-    with the text that the task forces on the model, if any. Its number of tokens is the number of words in `text`.
-    """
-    answer = make_answer(prompt, Sample(tokens=[], provenance=[], sampler_logprobs=[], text=text))
-    # A gold answer is complete: a prefix that the task forces on the model is already part of its text.
-    is_whole = kind in ("gold", "repeated", "other", "truncated")
-    return replace(answer, num_tokens=len(text.split()), full=text if is_whole else answer.full)
+def _list_further_prompts(job: RLJob, tried: set[str]) -> Iterator[list[Prompt]]:
+    """Yields the prompts that are scored alone and whose ids are not among `tried`, each once, in small lists."""
+    task, stream = job.config.task, job.producer.stream
+    problems = iter(job.problems)
+    seen = set(tried)
+    # Shares of a mixture may bring some rows many times before others.
+    for _ in range(0, 2 * stream.num_rows + len(job.problems), GOLD_BATCH):
+        drawn = [*stream.next_prompts(GOLD_BATCH), *islice(problems, GOLD_BATCH)]
+        fresh = {p.id: p for p in drawn if p.id not in seen and not _has_environment(task, p)}
+        seen |= fresh.keys()
+        yield list(fresh.values())
 
 
-def _score_cases(job: RLJob, pool: Pool, cases: Iterable[Case], seconds: float) -> Iterator[Case]:
-    """Scores the cases in `pool`, and yields copies with outcome, reward, correct and seconds.
-
-    They are scored one after another, so that each is timed alone; where scoring asks an outside service, as many at
-    once as in a run, and each has the time of all. A case is correct if the task's accuracy part is 1; one that could
-    not be scored has the reward 0. Stops after the case during which `seconds` since the start have passed. A grader
-    that hangs on a case costs that case its own time limit only.
-    """
-    begin = time.perf_counter()
-    accuracy = job.config.task.accuracy
-    at_once = job.config.scoring.concurrency if job.config.task.service else 1
-    waiting = iter(cases)
-    while batch := list(islice(waiting, at_once)):
-        start = time.perf_counter()
-        outcomes = pool.score([(case.prompt.row, case.answer) for case in batch])
-        now = time.perf_counter()
-        for case, outcome in zip(batch, outcomes, strict=True):
-            reward = job.producer.settings.compute_reward(outcome.parts)
-            correct = accuracy is not None and outcome.parts.get(accuracy, 0.0) == 1.0
-            yield replace(case, outcome=outcome, seconds=now - start, reward=reward, correct=correct)
-        if now - begin > seconds:
-            return
+def _has_environment(task: Task, prompt: Prompt) -> bool:
+    """Returns whether only a played episode of a row has a reward."""
+    return hasattr(resolve_row(task, prompt.row)[0], "environment")
 
 
 # ---- the grader itself
@@ -187,7 +138,7 @@ def check_failures(scored: Sequence[Case]) -> Finding:
     name = "reward/failures"
     # A task may say that no part of its reward applies to an answer. That is no mistake of the grader.
     idle = [c for c in scored if c.outcome.failure == NO_PART]
-    failed = [c for c in scored if c.outcome.failure and c.outcome.failure != NO_PART]
+    failed = [c for c in scored if is_failed(c)]
     if not failed:
         also = f"; to {len(idle)} of them no part of the reward applies" if idle else ""
         return ok(name, f"all {len(scored)} answers could be scored{also}", answers=len(scored))
@@ -195,20 +146,27 @@ def check_failures(scored: Sequence[Case]) -> Finding:
     problem = escape_line(failed[0].outcome.failure, 300)
     first = f'the first, {failed[0].kind} text {quote(failed[0].answer.text)}: "{problem}"'
     text = f"{len(failed)} of {len(scored)} answers could not be scored; {first}"
-    return fail(name, f"{text}. A wrong answer must get the score 0, not raise an exception.", failed=len(failed))
+    return fail(name, f"{text}{advise_on_failure(problem)}", failed=len(failed))
 
 
 def check_speed(job: RLJob, scored: Sequence[Case]) -> Finding:
     """Returns how long scoring takes in a step: warn if that is more than 5 s, else ok. A slow grader is no mistake.
 
     Leaves out the first score, which waits for its worker, and failures, which are tried again; without other scores
-    the time is 0.
+    the time is 0. Where answers are programs, those of the task itself are timed; without any, nothing is.
     """
     name = "reward/speed"
     scoring = job.config.scoring
     is_service = job.config.task.service
     per_step = job.config.batch.prompts * job.config.batch.samples
-    each = statistics.median([c.seconds for c in scored[1:] if not c.outcome.failure] or [0.0])
+    timed = [c for c in scored[1:] if not c.outcome.failure]
+    if job.config.task.needs_sandbox:
+        # Only right answers are programs. Others are judged without a run, or by one that ends at once.
+        timed = [c for c in timed if c.kind in ("gold", "other")]
+        if not timed:
+            text = "not measured: programs were not run, because no row has a solution; each has up to --task.seconds"
+            return ok(name, text)
+    each = statistics.median([c.seconds for c in timed] or [0.0])
     at_once = scoring.concurrency if is_service else scoring.workers or choose_num_workers(job.config.task)
     total = math.ceil(per_step / at_once) * each
     how = f", {at_once} at once" if at_once > 1 else ""
@@ -225,7 +183,7 @@ def check_repeatable(job: RLJob, scored: Sequence[Case], seconds: float) -> Find
 
     Stops after `seconds` and compares what was scored until then. Compares reward parts only.
     """
-    again = _score_cases(job, job.scorer, scored, seconds)
+    again = score_cases(job, job.scorer, scored, seconds)
     remedy = "A score may depend on the row and the answer alone: no clock, no counter, no unseeded random numbers."
     return _compare_scores("reward/repeatable", list(zip(scored, again, strict=False)), "scored twice", remedy)
 
@@ -237,7 +195,7 @@ def check_order(job: RLJob, scored: Sequence[Case], seconds: float) -> Finding:
     """
     turned = list(scored)[::-1]
     with start_scorer(job.config.task, job.config.scoring) as pool:
-        again = list(_score_cases(job, pool, turned, seconds))
+        again = list(score_cases(job, pool, turned, seconds))
     remedy = "The grader remembers something between answers, or depends on its process: it must do neither."
     how = "scored in another order by another worker"
     return _compare_scores("reward/order", list(zip(turned, again, strict=False)), how, remedy)
@@ -262,25 +220,28 @@ def _compare_scores(name: str, pairs: Sequence[tuple[Case, Case]], how: str, rem
 # ---- what the grader rewards
 
 
-def check_verdicts(job: RLJob, scored: Sequence[Case], made: Iterable[str]) -> Iterator[Finding]:
+def check_verdicts(
+    job: RLJob, scored: Sequence[Case], made: Iterable[str], all_gold: Sequence[Case]
+) -> Iterator[Finding]:
     """Runs the checks of what the grader rewards, for each kind of answer, and yields their findings.
 
     `scored` must not contain answers that could not be scored. `made` are the kinds of all answers: a check none of
-    whose answers was scored is a warning. A reward without an accuracy has checks of its own. The checks of a repeated,
+    whose answers was scored is a warning. `all_gold` are right answers, also those of rows for which no other kind was
+    tried. A reward without an accuracy has checks of its own. The checks of a repeated,
     of another row's and of half an answer are left out if there are no such answers.
     """
     kinds: dict[str, list[Case]] = {kind: [] for kind in made}
     for case in scored:
         kinds[case.kind].append(case)
     if job.config.task.accuracy is None:
-        yield from check_continuous(kinds)
+        yield from check_continuous({**kinds, "gold": all_gold})
         return
     gold = kinds.get("gold", [])
     # The full reward is that of the best gold answer or, without gold answers, that of full marks in every part.
     most = job.producer.settings.compute_reward(dict.fromkeys(job.config.task.parts, 1.0))
     full = max([c.reward for c in gold], default=most)
     has_gold = "gold" in kinds
-    yield check_gold(gold) if gold or not has_gold else _warn_of_no_scores("reward/gold", "right")
+    yield check_gold(job, all_gold) if gold or not has_gold else _warn_of_no_scores("reward/gold", "right")
     empty = kinds.get("empty", [])
     yield check_empty(empty) if empty else _warn_of_no_scores("reward/empty", "empty")
     yield check_variation(scored, gold, has_gold, job.scorer.conversation is not None)
@@ -302,18 +263,26 @@ def _warn_of_no_scores(name: str, kind: str) -> Finding:
     return warn(name, f"not checked: no {kind} answer got a score. Either the grader fails on them, or it is too slow.")
 
 
-def check_gold(gold: Sequence[Case]) -> Finding:
+def check_gold(job: RLJob, gold: Sequence[Case]) -> Finding:
     """Returns FAIL if some right answer of the task is not scored as correct, warn if the task gives none, else ok."""
     name = "reward/gold"
+    task = job.config.task
     wrong = [c for c in gold if not c.correct]
     if not gold:
         return warn(name, "not checked: the task gives no right answers. Add gold(row) -> str to the task.")
+    num_rows = job.producer.stream.num_rows + len(job.problems)
     if not wrong:
-        return ok(name, f"right answers score full marks in {len(gold)} rows", rows=len(gold))
+        text = f"the right answers of {len(gold)} of {num_rows} rows have {task.accuracy} = 1, the accuracy"
+        return ok(name, text, rows=len(gold))
     first = wrong[0]
     score = f"{quote(first.answer.text)} got {first.outcome.parts}, {quote(first.outcome.reason)}"
-    text = f"{len(wrong)} of {len(gold)} right answers are not scored as right; row {quote(first.prompt.id)}: {score}"
-    return fail(name, f"{text}. Correct score or gold of the task.", wrong=len(wrong), rows=len(gold))
+    # Who wrote no class has no method to correct: the rows themselves hold the right answers.
+    own, row = resolve_row(task, first.prompt.row)
+    place = escape_line(own.locate_gold(row), 300) if hasattr(own, "locate_gold") else ""
+    where = f"row {quote(first.prompt.id)}{place and f' ({place})'}"
+    remedy = "Correct that column or the tests of the row" if place else "Correct score or gold of the task"
+    text = f"{len(wrong)} of {len(gold)} right answers are not scored as right; {where}: {score}"
+    return fail(name, f"{text}. {remedy}.", wrong=len(wrong), rows=len(gold))
 
 
 def check_empty(empty: Sequence[Case]) -> Finding:
@@ -329,8 +298,9 @@ def check_empty(empty: Sequence[Case]) -> Finding:
 def check_variation(scored: Sequence[Case], gold: Sequence[Case], has_gold: bool, has_tools: bool = False) -> Finding:
     """Returns FAIL if all answers got the same reward, else ok.
 
-    Returns only warn if the reward is always 0 and no right answers (`gold`) were scored, or if the task `has_tools`:
-    the answers that are tried here make no calls. `has_gold` = the task gives right answers.
+    `scored` has samples of the model too. Returns only warn if the reward is always 0 and no right answers (`gold`)
+    were scored, or if the task `has_tools`: the answers that are made up here make no calls. `has_gold` = the task
+    gives right answers.
     """
     name = "reward/varies"
     rewards = {c.reward for c in scored}
@@ -408,43 +378,10 @@ def check_acceptance(kind: str, words: str, tried: Sequence[Case], full: float) 
     """Returns warn if wrong answers of one kind are accepted in more than a fifth of the rows, else ok.
 
     An answer is accepted if it is correct or earns at least half of the `full` reward. `words` describes the kind.
+    Where right answers earn nothing, no reward accepts an answer.
     """
-    paid = [c for c in tried if c.correct or c.reward >= FAIL_REWARD_SHARE * full]
+    paid = [c for c in tried if c.correct or 0 < full * FAIL_REWARD_SHARE <= c.reward]
     text = f"{words} is accepted in {len(paid)} of {len(tried)} rows"
     if len(paid) <= WARN_ROW_SHARE * len(tried):
         return ok(f"reward/{kind}", text, rate=len(paid) / len(tried))
     return warn(f"reward/{kind}", f"{text}: guessing pays. Is the grader too lenient?", rate=len(paid) / len(tried))
-
-
-# ---- the model's own samples
-
-
-def check_signal(trial: Trial, seconds: float) -> Finding:
-    """Scores the trial's samples, stores their rewards in them, and reports how many groups have differing rewards.
-
-    Returns warn if there is no such group or no sample could be scored, else ok. A sample's reward is None if the
-    grader failed on it, or if `seconds` had passed before it.
-    """
-    name = "reward/signal"
-    job = trial.job
-    begin = time.perf_counter()
-    # Conversations were scored when they ended.
-    for group in trial.sampled if job.scorer.conversation is None else ():
-        for s in group.samples:
-            case = Case(prompt=group.prompt, kind="sample", answer=make_answer(group.prompt, s))
-            has_time = time.perf_counter() - begin < seconds
-            scored = list(_score_cases(job, job.scorer, [case] if has_time else [], seconds))
-            s.reward = scored[0].reward if scored and not scored[0].outcome.failure else None
-    rewards = [s.reward for g in trial.sampled for s in g.samples if s.reward is not None]
-    alive = sum(len({s.reward for s in g.samples} - {None}) > 1 for g in trial.sampled)
-    if not rewards:
-        return warn(name, "not checked: no sample of the model could be scored.")
-    mean = statistics.fmean(rewards)
-    text = f"{alive} of {len(trial.sampled)} sampled groups have rewards that differ, mean reward {mean:.2f}"
-    if alive:
-        return ok(name, text, groups=alive, mean=mean)
-    advice = (
-        "equal rewards train nothing: try an easier or harder task, more samples, or a model that solves some problems."
-    )
-    notice = notice_if_not_taught(job.config.model, job.config.task.name)
-    return warn(name, f"{text}; {advice}" + (f" Note: {notice}." if notice else ""), groups=0, mean=mean)

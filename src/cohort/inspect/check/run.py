@@ -11,7 +11,7 @@ from cohort.inspect.check.drift import check_drift
 from cohort.inspect.check.findings import Finding, fail, ok
 from cohort.inspect.check.given import check_given_update, make_given_trial
 from cohort.inspect.check.judge import check_judge
-from cohort.inspect.check.plan import check_example_time, check_memory, check_step_time
+from cohort.inspect.check.plan import check_example_time, check_memory, check_step_time, check_warmup
 from cohort.inspect.check.reward import check_reward
 from cohort.inspect.check.rows import check_rows, check_template
 from cohort.inspect.check.source import check_overlap
@@ -51,10 +51,10 @@ def _check_rollouts(config: RL, progress: Callable[[str], None]) -> Iterator[Fin
         trial = sample_trial(job, NUM_PROMPTS, NUM_SAMPLES)
         yield from check_drift(trial)
         progress("rehearsing the reward")
-        # "reward/speed" reports seconds per score, which the estimate of a step's time needs.
-        seconds = 0.0
+        # The estimate of a step's time needs that of its scores. None = it was not measured.
+        scoring: float | None = None
         for finding in check_reward(trial):
-            seconds = finding.details.get("seconds", seconds)
+            scoring = finding.details.get("step", scoring) if finding.name == "reward/speed" else scoring
             yield finding
         yield from check_judge(config.task)
         progress("computing gradients")
@@ -64,7 +64,7 @@ def _check_rollouts(config: RL, progress: Callable[[str], None]) -> Iterator[Fin
         progress("measuring a step")
         yield check_memory(trial)
         # This check comes last because it moves the weights.
-        yield check_step_time(trial, seconds)
+        yield check_step_time(trial, scoring)
     finally:
         job.close()
 
@@ -76,6 +76,7 @@ def _check_given_answers(config: RunConfig, progress: Callable[[str], None]) -> 
     assert isinstance(job, SFTJob | DPOJob), f"nothing checks the kind {config.kind}"
     try:
         trial = make_given_trial(job)
+        yield from check_warmup(job.config)
         yield from check_rows(trial)
         yield from check_template(trial)
         progress("computing gradients")

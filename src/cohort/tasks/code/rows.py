@@ -14,6 +14,7 @@ import ast
 from typing import Any, Literal
 
 from cohort.tasks.code.assertions import parse_assertion
+from cohort.tasks.source import UnusableRow
 from cohort.types import Row
 
 Asserts = Literal["refuse", "skip", "trusted"]
@@ -42,7 +43,7 @@ def make_row(raw: dict[str, Any], asserts: Asserts) -> Row:
     functions = sorted({*_list_definitions(solution), *([entry] if entry else [])})
     tests, problem = _make_tests(raw, entry, frozenset(functions))
     if problem and asserts == "refuse":
-        raise ValueError(
+        raise UnusableRow(
             f"a test cannot be judged outside the sandbox ({problem}); leave such rows out with --task.asserts skip, "
             "or run such tests in the program's own process, which a program can cheat, with --task.asserts trusted"
         )
@@ -92,7 +93,11 @@ def _make_tests(raw: dict[str, Any], entry: str, functions: frozenset[str]) -> t
     if isinstance(given, str | dict):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ValueError(f'column "{column}" has {given!r:.60}, not a list of tests')
+        # Without any such column, another one may hold the tests.
+        kind = ValueError if given is None else UnusableRow
+        raise kind(
+            f'column "{column}" has {given!r:.60}, not a list of tests' + ("" if given is None else "; correct it")
+        )
     tests: list[dict[str, Any]] = []
     problems: list[str] = []
     for test in given:
@@ -103,9 +108,9 @@ def _make_tests(raw: dict[str, Any], entry: str, functions: frozenset[str]) -> t
             tests += made
             problems += [problem] if problem else []
         else:
-            raise ValueError(f'column "{column}" has the test {test!r:.60}, neither a text nor an object')
+            raise UnusableRow(f'column "{column}" has the test {test!r:.60}, neither a text nor an object; correct it')
     if not tests:
-        raise ValueError(f'column "{column}" has no tests')
+        raise UnusableRow(f'column "{column}" has no tests; add some')
     return tests, problems[0] if problems else ""
 
 
@@ -123,9 +128,9 @@ def _check_test(test: dict[str, Any]) -> dict[str, Any]:
             if {*test} != names or not all(isinstance(test[name], form) for name, form in shape.items()):
                 break
             return dict(test)
-    raise ValueError(
+    raise UnusableRow(
         f'the test {test!r:.80} is neither {{"input": text, "output": text}} nor '
-        '{"function": name, "arguments": [...], "expected": value}'
+        '{"function": name, "arguments": [...], "expected": value}; correct it'
     )
 
 
@@ -137,10 +142,13 @@ def _split_statements(text: str, entry: str, functions: frozenset[str]) -> tuple
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"the test {text!r:.60} is no Python") from None
+        raise UnusableRow(f"the test {text!r:.60} is no Python; correct it") from None
     check = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
     if check is not None and not entry:
-        raise ValueError('the test is a function "check", but there is no column "entry_point"')
+        raise UnusableRow(
+            'the test is a function "check", but there is no column "entry_point" with the name of what it checks; add '
+            "it, or set --task.columns entry_point=COLUMN"
+        )
     tests = []
     try:
         for statement in body if check is None else check.body:

@@ -23,8 +23,8 @@ from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.code.judging import judge_program
 from cohort.tasks.code.programs import find_program
 from cohort.tasks.code.rows import COLUMNS, Asserts, make_row
-from cohort.tasks.places import SPLITS, RowSource, locate_rows, select_split
-from cohort.tasks.source import read_sources
+from cohort.tasks.places import SPLITS, RowSource, locate_rows, parse_columns, rename_columns, select_split
+from cohort.tasks.source import is_without_test_rows, read_sources
 from cohort.types import Answer, Message, Row
 
 log = logging.getLogger(__name__)
@@ -75,24 +75,47 @@ class Code:
         """Returns the rows of a split, "train" or "test". Raises TaskError for another one, and for bad rows."""
         if split not in SPLITS:
             raise TaskError(f'task "{NAME}" has no split "{split}" in its data; use one of {", ".join(SPLITS)}')
-        name = self.data or BUNDLED
-        column = next((c.partition("=")[2] for c in self.columns if c.startswith("split=")), "split")
-
-        def find_rows(wanted: str) -> RowSource:
-            """Returns the source of a split: a file of its own, a split of the hub, or some rows of a file."""
-            source = locate_rows(name, wanted)
-            return source if "{split}" in name or source.remote else select_split(source, wanted, column)
-
+        if is_without_test_rows(NAME, split, self.data):
+            return iter(())
         rows = read_sources(
             NAME,
-            find_rows(split),
-            None if split == "test" else lambda: find_rows("test"),
-            columns=[entry for entry in self.columns if not entry.startswith("split=")],
+            self._find_source(split),
+            None if split == "test" else lambda: self._find_source("test"),
+            columns=self._list_columns(),
             make=partial(make_row, asserts=self.asserts),
             key="prompt",
             task_columns=COLUMNS,
         )
         return self._leave_out(rows)
+
+    def _find_source(self, split: str) -> RowSource:
+        """Returns the source of a split: a file of its own, a split of the hub, or some rows of a file."""
+        name = self.data or BUNDLED
+        column = next((c.partition("=")[2] for c in self.columns if c.startswith("split=")), "split")
+        source = locate_rows(name, split)
+        return source if "{split}" in name or source.remote else select_split(source, split, column)
+
+    def _list_columns(self) -> list[str]:
+        """Returns the entries of `columns` but the one for the column that names the split."""
+        return [entry for entry in self.columns if not entry.startswith("split=")]
+
+    def locate_gold(self, row: Row) -> str:
+        """Returns where the solution of a row stands: column, file and line; "" if it is not found there any more."""
+        names = parse_columns(NAME, self._list_columns(), COLUMNS)
+        for split in SPLITS:
+            try:
+                source = self._find_source(split)
+                for number, raw in source.open():
+                    given = rename_columns(source.describe_row(number), raw, names)
+                    if str(given.get("prompt") or given.get("text")).strip() == row["prompt"].strip():
+                        column = next(
+                            (c for c in ("solution", "code", "canonical_solution") if given.get(c)), "solution"
+                        )
+                        return f'column "{names.get(column, column)}" of {source.describe_row(number)}'
+            except TaskError:
+                # There need not be both splits.
+                continue
+        return ""
 
     def _leave_out(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yields the rows whose tests can be judged. A warning at the end counts the others."""

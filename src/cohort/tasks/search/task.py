@@ -30,7 +30,7 @@ from cohort.tasks.places import FOLDER_VARIABLE, SPLITS, RowSource, locate_rows,
 from cohort.tasks.search import index
 from cohort.tasks.search.grading import grade_answer
 from cohort.tasks.search.rewards import PARTS, Reward, compute_parts, judge_calls
-from cohort.tasks.source import read_sources
+from cohort.tasks.source import is_without_test_rows, read_sources
 from cohort.types import Answer, Message, Row
 
 Corpus = Literal["squad", "wiki2", "both", "small"]
@@ -135,6 +135,8 @@ class SearchQA:
 
     def _read_questions(self, name: str, split: str) -> Iterator[Row]:
         """Returns the rows of a split in the source `name`. Of train those without the questions of its test split."""
+        if is_without_test_rows(NAME, split, name):
+            return iter(())
         columns = self._split_columns()[0]
         column = next((c.partition("=")[2] for c in columns if c.startswith("split=")), "split")
 

@@ -113,6 +113,8 @@ def test_rows_that_are_refused(tmp_path: Path, changes: dict[str, Any], said: st
     with pytest.raises(TaskError) as raised:
         load_rows(make_task(tmp_path, {**MBPP, **changes}), "test")
     assert said in str(raised.value) and "line 1" in str(raised.value)
+    # The row has its columns: what is wrong is in one of them.
+    assert 'has no column "test' not in str(raised.value)
 
 
 def test_rows_that_cannot_be_judged_outside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,3 +254,12 @@ def test_a_killed_pool_leaves_no_program(tmp_path: Path) -> None:
 def test_made_rows_are_plain() -> None:
     row = make_row(MBPP, "refuse")
     assert json.loads(json.dumps(row)) == row
+
+
+def test_the_place_of_a_solution(tmp_path: Path) -> None:
+    rows = [{**MBPP, "task_id": n, "question": f"Add, number {n}.", "program": MBPP["code"]} for n in range(3)]
+    renamed = [{name: value for name, value in row.items() if name not in ("text", "code")} for row in rows]
+    task = make_task(tmp_path, *renamed, columns=("text=question", "code=program"))
+    assert [task.locate_gold(row) for row in load_rows(task, "test")] == [
+        f'column "program" of {tmp_path / "rows.jsonl"}, line {n}' for n in (1, 2, 3)
+    ]
