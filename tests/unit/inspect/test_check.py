@@ -432,8 +432,10 @@ def test_a_step_is_measured_whole_or_scaled(monkeypatch: pytest.MonkeyPatch) -> 
         assert "of 9 samples, scaled to 24" in scaled.text and scaled.details["step_seconds"] < 12
 
 
-def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path) -> None:
+def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without solutions nothing was run, and no time is promised. A wrong solution is named with its place."""
+    # A busy machine must not leave out the row that is wrong.
+    monkeypatch.setattr("cohort.inspect.check.reward.GOLD_SECONDS", 60.0)
     rows = [{"id": str(n), "prompt": f"Write f{n}(x).", "tests": [f"assert f{n}(1) == 1"]} for n in range(8)]
     programs = [row | {"solution": f"def f{row['id']}(x):\n    return x"} for row in rows]
     programs[3]["solution"] = "def f3(x):\n    return 7"
@@ -445,7 +447,7 @@ def test_the_time_of_programs_is_that_of_solutions(tmp_path: Path) -> None:
     for name in ("without", "with"):
         task = Code(data=str(tmp_path / f"{name}_{{split}}.jsonl"))
         with built_job(small_run(task=task, scoring=ScoringConfig(sandbox="none"))) as made:
-            findings = {f.name: f for f in check_reward(sample_trial(made, 2, 2), 1.0)}
+            findings = {f.name: f for f in check_reward(sample_trial(made, 2, 2), 60.0)}
         gold = findings["reward/gold"]
         found[name] = findings["reward/speed"]
     assert "programs were not run" in found["without"].text and "step" not in found["without"].details
