@@ -9,12 +9,13 @@ says which rank waited, in which phase of which step.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 from cohort.errors import RankError
 from cohort.serialize import dumps, loads
 
+R = TypeVar("R")
 # Later versions of torch have other names for the same calls, and warn of the earlier ones.
 _SUM_SCATTERED = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _JOIN = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -123,6 +125,20 @@ class Grid:
 
 
 ONE_PROCESS = World()
+
+
+def in_phase(name: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Returns a decorator for methods of objects with a `world`: in them, errors of collectives name this phase."""
+
+    def decorate(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **options: Any) -> R:
+            with self.world.phase(name):
+                return method(self, *args, **options)
+
+        return run
+
+    return decorate
 
 
 def shorten_reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ This is the composition root of training: loops and runs see protocols, and only
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,14 @@ from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
 from cohort.jobs.imitation import build_dpo_job, build_sft_job
 from cohort.jobs.inputs import InputDigests, settle_inputs
+from cohort.jobs.memory import plan_ranks
 from cohort.jobs.parts import configure_torch, digest_files, load_model, make_adapters, make_frozen_copy
 from cohort.jobs.rl import RLJob
 from cohort.jobs.start import RunnableJob, resume_run, start_run
 from cohort.learner.local import LocalLearner
-from cohort.learner.plan import MemoryDemand, MemoryPlan, plan_memory
+from cohort.learner.plan import MemoryDemand
 from cohort.models.config import ModelConfig
-from cohort.models.device import available_bytes, choose_device, choose_dtype
+from cohort.models.device import choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
 from cohort.ranks.groups import GroupMover
@@ -54,6 +56,7 @@ from cohort.text.framing import read_template
 from cohort.types import Prompt
 from cohort.world import ONE_PROCESS, Grid, World
 
+log = logging.getLogger(__name__)
 C = TypeVar("C", bound=RunConfig)
 
 # The length of a prompt that the plan of GPU memory assumes: the task is not read yet when the plan is made.
@@ -91,6 +94,8 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     `world` are the ranks that train together. Sets torch's threads. Raises CohortError if the config cannot work,
     before any file of the run is written.
     """
+    # All ranks must join: it comes before anything that may fail on one of them.
+    grid = world.split(config.learner.tensor)
     require_for_training(get_abilities(config.engine), get_variant_name("engine", config.engine))
     config = resolve_machine_settings(config)
     check_packages(config.task)
@@ -100,7 +105,6 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     tokenizer = Tokenizer.load(folder, config.date, read_template(config.template))
     sampling = make_sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled_tokens)
-    grid = world.split(config.learner.tensor)
     learner = _make_learner(config, model, algo, device, grid)
     plan = learner.plan
     num_compared = config.algo.num_compared
@@ -146,10 +150,11 @@ def _make_learner(config: RL, model: LoadedModel, algo: Algorithm, device: torch
     adapters = make_adapters(config, model.decoder)
     # With adapters the base weights are the reference, and no frozen copy is needed.
     has_reference = "ref" in algo.needs() | algo.loss_needs() and adapters is None
-    plan = _plan_gpu_memory(config, model, device, has_reference, adapters)
+    demand = _estimate_demand(config, model, has_reference, adapters, grid)
+    plan, settings = plan_ranks(demand, config.learner, device, grid)
     learner = LocalLearner(
         model.decoder,
-        config.learner,
+        settings,
         config.optim,
         num_updates=config.steps * config.learner.updates_per_batch,
         temperature=config.sampling.temperature,
@@ -189,34 +194,34 @@ def _make_stream(config: RL, tokenizer: Tokenizer, max_prompt_tokens: int) -> Ta
     return stream
 
 
-def _plan_gpu_memory(
-    config: RL, model: LoadedModel, device: torch.device, has_reference: bool, adapters: Adapters | None
-) -> MemoryPlan | None:
-    """Returns how GPU memory is divided among weights, microbatches and KV; None = no plan.
+def _estimate_demand(
+    config: RL, model: LoadedModel, has_reference: bool, adapters: Adapters | None, grid: Grid
+) -> MemoryDemand | None:
+    """Returns the sizes of a step on one rank that decide its memory; None if the model's shapes are not known.
 
-    There is no plan on a CPU, or for a model that Cohort does not implement itself. `has_reference` = a frozen copy of
-    the model is needed as well. `adapters` = only these are trained; None = all weights. Prompts are assumed to have up
-    to ASSUMED_PROMPT_TOKENS, because the task is read later.
+    That is so for a model that Cohort does not implement itself. `has_reference` = a frozen copy of the model is needed
+    as well. `adapters` = only these are trained; None = all weights. Prompts are assumed to have up to
+    ASSUMED_PROMPT_TOKENS, because the task is read later.
     """
-    # The shapes of models outside the native family are not known.
-    if device.type != "cuda" or not isinstance(model.config, ModelConfig):
+    if not isinstance(model.config, ModelConfig):
         return None
-    batch = config.batch
     new = config.max_sampled_tokens
     prompt = max(1, min(ASSUMED_PROMPT_TOKENS, model.config.context - new))
-    rows = batch.prompts * batch.samples
-    demand = MemoryDemand(
+    # A rank samples its own prompts, and trains on those that its row of the grid has.
+    sampled = -(-config.batch.prompts // grid.whole.size)
+    trained = -(-config.batch.prompts // grid.data.size)
+    samples = config.batch.samples
+    return MemoryDemand(
         model=model.config,
         bytes_per_number=model.decoder.embed.itemsize,
         # Samples that are compared with each other are in one microbatch.
         longest=config.algo.num_compared * (prompt + new),
-        batch_tokens=batch.prompts * prompt + rows * new,
-        kv_tokens=batch.prompts * prompt + min(rows, config.engine.slots) * new,
+        batch_tokens=trained * (prompt + samples * new),
+        kv_tokens=sampled * prompt + min(sampled * samples, config.engine.slots) * new,
         has_reference=has_reference,
         num_trained=None if adapters is None else adapters.num_params,
         frozen_bytes=0 if adapters is None else adapters.base_bytes,
     )
-    return plan_memory(demand, available_bytes(device), config.learner.token_budget)
 
 
 def _choose_lengths(config: RL, model: LoadedModel, tokenizer: Tokenizer, budget: int) -> tuple[int, int]:
@@ -294,8 +299,13 @@ def build_job(config: RunConfig, world: World = ONE_PROCESS) -> RunnableJob:
 
 
 def check_ranks(config: RunConfig, world: World) -> None:
-    """Raises ConfigError if the settings cannot work on this number of ranks."""
-    tensor = config.learner.tensor
+    """Raises ConfigError if the settings cannot work on this number of ranks. Warns of one that has no effect.
+
+    A run that was begun on several ranks keeps its settings on one.
+    """
+    tensor, shard = config.learner.tensor, config.learner.shard
+    if world.size == 1 and shard in ("optimizer", "full"):
+        log.warning("learner.shard = %s has no effect, because there is one rank; --ranks N starts more", shard)
     if world.size % tensor:
         raise ConfigError(
             f"learner.tensor is {tensor}, which does not divide the number of ranks, {world.size}: set --ranks to a "

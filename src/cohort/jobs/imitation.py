@@ -35,13 +35,14 @@ from cohort.examples.stream import ExampleStream, KeyedRow, count_steps, cut_hel
 from cohort.examples.sums import make_sum_pairs
 from cohort.jobs.dpo import DPOJob
 from cohort.jobs.inputs import InputDigests
+from cohort.jobs.memory import plan_ranks
 from cohort.jobs.parts import configure_torch, digest_files, load_model, make_adapters, make_frozen_copy
 from cohort.jobs.sft import SFTJob, make_trace_source
 from cohort.jobs.task_eval import TaskProblems, make_evaluator, read_problems
 from cohort.learner.local import LocalLearner
-from cohort.learner.plan import MemoryDemand, plan_memory
+from cohort.learner.plan import MemoryDemand
 from cohort.models.config import ModelConfig
-from cohort.models.device import available_bytes, choose_device, choose_dtype
+from cohort.models.device import choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
 from cohort.ranks.groups import GroupMover
@@ -86,8 +87,8 @@ def build_sft_job(config: SFT, world: World = ONE_PROCESS) -> SFTJob:
     `world` are the ranks that train together. Sets torch's threads. Writes no run files. Raises TaskError, with file
     and line, for rows that cannot be trained on.
     """
-    config, start = _begin(config)
     grid = world.split(config.learner.tensor)
+    config, start = _begin(config)
     problems = read_problems(config, start.model, start.tokenizer)
     if isinstance(config.data, Traces):
         job = SFTJob(
@@ -145,8 +146,8 @@ def build_dpo_job(config: DPO, world: World = ONE_PROCESS) -> DPOJob:
     `world` are the ranks that train together. Sets torch's threads. Writes no run files. Raises TaskError, with file
     and line, for rows that cannot be trained on.
     """
-    config, start = _begin(config)
     grid = world.split(config.learner.tensor)
+    config, start = _begin(config)
     problems = read_problems(config, start.model, start.tokenizer)
     framing = ExampleRenderer(tokenizer=start.tokenizer, template=config.template, system=config.system)
     data = config.data
@@ -358,21 +359,23 @@ def _make_planned_learner(
     """
     adapters = make_adapters(config, start.model.decoder)
     longest = max(map(_count_tokens, groups))
-    learner = _make_learner(config, start, adapters, grid, has_reference)
     budget = config.learner.token_budget
+    demand = None
     # The shapes of models outside the native family are not known.
-    if start.device.type == "cuda" and isinstance(start.model.config, ModelConfig):
+    if isinstance(start.model.config, ModelConfig):
         demand = MemoryDemand(
             model=start.model.config,
             bytes_per_number=start.model.decoder.embed.itemsize,
             longest=longest,
-            batch_tokens=size * longest,
+            batch_tokens=-(-size // grid.data.size) * longest,
             kv_tokens=0 if problems is None else problems.num_kv_tokens,
             has_reference=has_reference,
             num_trained=None if adapters is None else adapters.num_params,
             frozen_bytes=0 if adapters is None else adapters.base_bytes,
         )
-        learner.apply_plan(plan_memory(demand, available_bytes(start.device), budget))
+    plan, settings = plan_ranks(demand, config.learner, start.device, grid)
+    learner = _make_learner(replace(config, learner=settings), start, adapters, grid, has_reference)
+    learner.apply_plan(plan)
     if not budget:
         learner.token_budget = max(learner.token_budget, longest)
     learner.expect_samples(longest)

@@ -39,7 +39,7 @@ from cohort.learner.state import StoredLearner
 from cohort.models.auto import AnyDecoder
 from cohort.models.lora import Adapters
 from cohort.types import Group, Provenance
-from cohort.world import Grid, World
+from cohort.world import Grid, World, in_phase
 
 # Tokens per microbatch where the config sets no budget and there is no memory plan.
 CPU_BUDGET = 2048
@@ -103,6 +103,7 @@ class LocalLearner(StoredLearner):
 
     # ---- the step --------------------------------------------------------------------------------------------
 
+    @in_phase("the log-probabilities of samples")
     def annotate(
         self, groups: Sequence[Group], needs: Collection[str], loss_on: Provenance = Provenance.SAMPLED
     ) -> Annotations:
@@ -125,6 +126,7 @@ class LocalLearner(StoredLearner):
                     ref = make_token_logprobs(batch, self._compute_logprobs(minibatch))
         return Annotations(old=old, ref=ref, seconds={"annotate": time.perf_counter() - begin})
 
+    @in_phase("an update")
     def update(self, batch: Batch, algo: Loss) -> Update:
         """Trains the weights in place: in every epoch one call of `optim_step` per minibatch of the batch.
 

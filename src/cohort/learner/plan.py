@@ -41,6 +41,7 @@ class MemoryDemand:
     frozen_bytes: int = 0  # frozen weights stored beside the merged ones, where adapters are trained
     ranks: int = 1  # that train together, on a GPU each
     shard: str = "none"  # what they divide among them: none, optimizer or full
+    tensor: int = 1  # ranks that hold one model together, each a slice of every matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,8 @@ def state_bytes(demand: MemoryDemand) -> int:
 
     Masters are not counted where the model is fp32 and all of its weights are trained; adapters are fp32 masters. Ranks
     that divide the optimizer have a part of masters and moments each. Ranks that divide everything have a part of the
-    reference too, and masters of any model beside the whole weights, from which they sample.
+    reference too, and masters of any model beside the whole weights, from which they sample. So have ranks that hold
+    one model together, and besides their slices of the weights.
     """
     params = num_params(demand.model)
     num_trained = params if demand.num_trained is None else demand.num_trained
@@ -127,6 +129,8 @@ def state_bytes(demand: MemoryDemand) -> int:
     if is_full:
         reference = _part(reference, demand)
     trained = per_trained * num_trained
+    if demand.tensor > 1:
+        return weights + -(-(weights + reference + trained) // demand.tensor)
     if _divides(demand, "optimizer", "full"):
         trained = _part(trained, demand)
     return weights + reference + demand.frozen_bytes + trained
@@ -195,6 +199,9 @@ def update_bytes(demand: MemoryDemand, budget: int, recompute: bool) -> int:
     needs more: head and layers run one after the other. `recompute` = activations are computed again in the backward.
     """
     num_trained = num_params(demand.model) if demand.num_trained is None else demand.num_trained
+    if demand.tensor > 1:
+        demand = replace(demand, model=_slice_model(demand.model, demand.tensor))
+        num_trained = -(-num_trained // demand.tensor)
     c, bytes_per_number = demand.model, demand.bytes_per_number
     work = max(head_bytes(demand, budget), budget * work_bytes_per_token(c, bytes_per_number, recompute))
     passes = budget * kept_bytes_per_token(c, bytes_per_number, recompute) + work
@@ -205,6 +212,17 @@ def update_bytes(demand: MemoryDemand, budget: int, recompute: bool) -> int:
     if _divides(demand, "full"):
         return _part(gradients, demand) + gathered_bytes(demand) + passes
     return gradients + passes
+
+
+def _slice_model(c: ModelConfig, tensor: int) -> ModelConfig:
+    """Returns the sizes of a slice of a model that `tensor` ranks hold together. The hidden size is not divided."""
+    return replace(
+        c,
+        num_heads=c.num_heads // tensor,
+        num_kv_heads=max(1, c.num_kv_heads // tensor),
+        ff=c.ff // tensor,
+        vocab_size=-(-c.vocab_size // tensor),
+    )
 
 
 def gathered_bytes(demand: MemoryDemand) -> int:

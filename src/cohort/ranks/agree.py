@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from cohort.errors import AgreedError, CohortError, RankError
+from cohort.ranks.environment import read_place
 from cohort.world import World
 
 R = TypeVar("R")
+# Where the ranks of this process note what was said. It outlives their connections. None = it has not joined others.
+_store: Any = None
 # Seconds after which a rank that has lost the others looks whether one of them has said why.
 _PATIENCE = 2.0
 
@@ -28,8 +30,8 @@ def agree_on_errors(world: World, action: Callable[[], R]) -> R:
     problem = ""
     try:
         result = action()
-    # The ranks cannot agree on anything without the one that is gone.
-    except RankError:
+    # All know of the one, and the ranks cannot agree on anything without a rank that is gone.
+    except (AgreedError, RankError):
         raise
     except CohortError as error:
         problem = str(error) or type(error).__name__
@@ -39,17 +41,23 @@ def agree_on_errors(world: World, action: Callable[[], R]) -> R:
     return result
 
 
+def remember_store() -> None:
+    """Keeps the store by which the ranks found each other, so that errors are said once also after they have parted."""
+    global _store
+    _store = distributed_c10d._get_default_store()
+
+
 def should_say(error: CohortError) -> bool:
     """Returns whether this rank says an error: the first rank what all know of, and of equal errors one rank.
 
     That other ranks are gone is said only if none of them has said why.
     """
-    if not dist.is_initialized():
-        return True
     if isinstance(error, AgreedError):
-        return dist.get_rank() == 0
+        return read_place()[0] == 0
+    store = _store
+    if store is None:
+        return True
     try:
-        store = distributed_c10d._get_default_store()
         if isinstance(error, RankError):
             time.sleep(_PATIENCE)
             return store.add("cohort/errors", 0) == 0 and store.add("cohort/lost", 1) == 1

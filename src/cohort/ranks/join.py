@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cohort.errors import ConfigError, RankError
+from cohort.ranks.agree import remember_store
 from cohort.ranks.environment import RENDEZVOUS, count_local_ranks, is_rank, read_place
 from cohort.world import ONE_PROCESS, ProcessGroup, World
 
@@ -57,6 +59,10 @@ def join_ranks(device: str) -> World:
             f"({str(error).strip().splitlines()[0]}). Start all ranks with the same number of ranks and address."
         ) from error
     _end_with_parent()
+    remember_store()
+    if rank > 0:
+        # All ranks notice the same things, and the first one says them.
+        logging.getLogger("cohort").setLevel(logging.ERROR)
     # torch warns of names of collectives that torch itself uses.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     return ProcessGroup()

@@ -41,7 +41,9 @@ class LeadingJob:
 
     def lead(self, command: Command) -> None:
         """Tells the other ranks what is done next."""
-        self._world.progress.step = command.step + 1 if command.name == "step" else self._world.progress.step
+        if command.name == "step":
+            self._world.progress.step = command.step + 1
+            self._world.progress.phase = "a step"
         with self._world.phase(f"the wait for the next command ({command.name})"):
             self._world.share(command)
 
@@ -85,6 +87,8 @@ class LeadingJob:
     def make_checkpoint(self, step: int) -> Checkpoint:
         """Returns the state of the job on all ranks after `step` completed steps. The caller must read its tensors."""
         self.lead(Command(name="checkpoint", step=step))
+        # Its tensors are gathered later, while it is written: no other phase comes between.
+        self._world.progress.phase = "a checkpoint"
         return self._job.make_checkpoint(step)
 
     def restore(self, state: Checkpoint) -> None:
@@ -153,7 +157,8 @@ class FollowingRun:
         elif command.name == "prepare":
             job.prepare(Path())
         elif command.name == "checkpoint":
-            assist_save(job.make_checkpoint(command.step))
+            with self._world.phase("a checkpoint"):
+                assist_save(job.make_checkpoint(command.step))
         elif command.name == "restore":
             job.restore(Checkpoint(step=command.step, cursor=command.cursor, numbers=command.numbers))
             self.step = command.step

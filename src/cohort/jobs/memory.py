@@ -1,0 +1,45 @@
+"""The plan of GPU memory that all ranks of a run agree on, and what they divide among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cohort.config.schema import LearnerConfig
+from cohort.learner.plan import MemoryDemand, MemoryPlan, choose_shard, plan_memory
+from cohort.models.device import available_bytes
+from cohort.ranks.agree import agree_on_errors
+from cohort.world import Grid
+
+# From what takes the most memory to what takes the least.
+SHARDS = ("none", "optimizer", "full")
+
+
+def plan_ranks(
+    demand: MemoryDemand | None, config: LearnerConfig, device: torch.device, grid: Grid
+) -> tuple[MemoryPlan | None, LearnerConfig]:
+    """Returns the plan of memory, the same on all ranks, and the settings with `shard` decided.
+
+    `demand` is what one rank needs if nothing is divided; None = its shapes are not known. There is no plan on a CPU,
+    where auto means none. Ranks may have different amounts of memory: the one with the least decides. Raises
+    ConfigError if training does not fit.
+    """
+    if demand is None or device.type != "cuda":
+        return None, replace(config, shard="none" if config.shard == "auto" else config.shard)
+    demand = replace(demand, ranks=grid.data.size, tensor=grid.tensor.size)
+    available = available_bytes(device)
+    budget = config.token_budget
+    shard = "none" if config.shard == "auto" else config.shard
+    if config.shard == "auto" and grid.data.size > 1 and grid.tensor.size == 1:
+        chosen = agree_on_errors(grid.whole, lambda: choose_shard(demand, available, budget))
+        shard = max(grid.whole.gather(chosen), key=SHARDS.index)
+    plan = agree_on_errors(grid.whole, lambda: plan_memory(replace(demand, shard=shard), available, budget))
+    plans = grid.whole.gather([plan.token_budget, plan.recompute, plan.keep_kv])
+    agreed = replace(
+        plan,
+        token_budget=min(one[0] for one in plans),
+        recompute=any(one[1] for one in plans),
+        keep_kv=all(one[2] for one in plans),
+    )
+    return agreed, replace(config, shard=shard)
