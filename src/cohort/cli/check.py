@@ -1,4 +1,4 @@
-"""`cohort check RECIPE [--a.b value ...] [--json]`."""
+"""`cohort check RECIPE [--a.b value ...] [--ranks N] [--json]`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cohort.cli.ranks import MAX_RANKS
 from cohort.config import flags, load
 from cohort.errors import ConfigError
 from cohort.logs.printing import print_note, print_result, show_grader_output
@@ -16,7 +18,7 @@ from cohort.recipes import RECIPES
 if TYPE_CHECKING:
     from cohort.inspect.check.findings import Finding
 
-HELP = """usage: cohort check RECIPE [--a.b value ...] [--json]
+HELP = """usage: cohort check RECIPE [--a.b value ...] [--ranks N] [--json]
 
 Check a recipe before a run, with its own model, task and settings and a few real prompts: whether the update trains
 what was sampled, whether the reward can be trusted, and how much memory and time the run will take. For runs on given
@@ -26,7 +28,8 @@ and, of pairs, whether both answers are scored alike.
 RECIPE and its settings are those of cohort train. Prints one line per check: ok, warn or FAIL. The exit code is 1 if a
 check failed.
 
-  --json   Print one JSON object instead, for programs.
+  --ranks N   Say what each of N ranks would need of memory. The checks themselves run in one process.
+  --json      Print one JSON object instead, for programs.
 
 cohort train RECIPE --help lists every setting of a recipe."""
 
@@ -47,13 +50,15 @@ def run(args: list[str]) -> None:
             "the recipe is missing. Name it first, for example: cohort check quickstart [--flags]. Recipes: "
             f"{', '.join(sorted(RECIPES))}."
         )
-    config = load.load_config(rest[0], rest[1:])
+    words, given = flags.split_args(rest[1:])
+    num_ranks = _read_ranks([flag for flag in given if flag.name == "ranks"])
+    config = load.load_config(rest[0], words, [flag for flag in given if flag.name != "ranks"])
     # Imported here because it imports torch: help and mistakes must not wait for that.
     from cohort.inspect.check.run import run_checks
 
     findings = []
     with show_grader_output():
-        for finding in run_checks(config, _print_progress):
+        for finding in run_checks(config, _print_progress, num_ranks):
             findings.append(finding)
             if not as_json:
                 print_result(str(finding))
@@ -67,6 +72,16 @@ def run(args: list[str]) -> None:
         print_result("".join(f"{f}\n" for f in findings if f.status == "FAIL"), end="")
     if counts["FAIL"]:
         raise SystemExit(1)
+
+
+def _read_ranks(given: Sequence[flags.Flag]) -> int:
+    """Returns the number of ranks of the flag --ranks; 1 if it is not given. Raises ConfigError for a wrong value."""
+    setting = flags.Setting("ranks", int, 1)
+    flags.check_given(given, {"ranks": setting})
+    num_ranks = given[0].read_value(setting) if given else 1
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ConfigError(f"--ranks is {num_ranks}; it must be from 1 to {MAX_RANKS:,}.")
+    return int(num_ranks)
 
 
 def _to_json(finding: Finding) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from cohort.config.imitation import describe_long_warmup
@@ -34,18 +35,7 @@ def check_memory(trial: UpdateTrial) -> Finding:
         return ok(name, learner.plan.description, bytes=learner.plan.peak)
     if not isinstance(trial.job.model.config, ModelConfig):
         return warn(name, "not estimated: this model runs on transformers' code, so its shapes are not known")
-    shape = _estimate_rollouts(trial) if isinstance(trial, Trial) else estimate_examples(trial)
-    adapters = learner.adapters
-    demand = MemoryDemand(
-        model=trial.job.model.config,
-        bytes_per_number=trial.job.model.decoder.embed.itemsize,
-        longest=shape.longest,
-        batch_tokens=shape.batch_tokens,
-        kv_tokens=shape.kv_tokens,
-        has_reference=learner.reference is not None,
-        num_trained=None if adapters is None else adapters.num_params,
-        frozen_bytes=0 if adapters is None else adapters.base_bytes,
-    )
+    demand = _estimate_demand(trial)
     state = state_bytes(demand)
     kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
     update = update_bytes(demand, min(learner.token_budget, demand.batch_tokens), recompute=False)
@@ -61,6 +51,45 @@ def check_memory(trial: UpdateTrial) -> Finding:
     slots = " or engine.slots" if demand.kv_tokens else ""
     remedy = f"lower learner.token_budget{slots}, or train adapters (--learner.lora.rank 16)."
     return (fail if need > available else warn)(name, f"{text}; {remedy}", bytes=need)
+
+
+def _estimate_demand(trial: UpdateTrial, num_ranks: int = 1) -> MemoryDemand:
+    """Returns the sizes of the largest step that decide the memory of one of `num_ranks` ranks."""
+    learner = trial.job.learner
+    config = trial.job.model.config
+    assert isinstance(config, ModelConfig)
+    shape = _estimate_rollouts(trial) if isinstance(trial, Trial) else estimate_examples(trial)
+    adapters = learner.adapters
+    return MemoryDemand(
+        model=config,
+        bytes_per_number=trial.job.model.decoder.embed.itemsize,
+        longest=shape.longest,
+        batch_tokens=max(shape.longest, -(-shape.batch_tokens // num_ranks)),
+        kv_tokens=-(-shape.kv_tokens // num_ranks),
+        has_reference=learner.reference is not None,
+        num_trained=None if adapters is None else adapters.num_params,
+        frozen_bytes=0 if adapters is None else adapters.base_bytes,
+        ranks=num_ranks,
+    )
+
+
+def check_ranks(trial: UpdateTrial, num_ranks: int) -> Finding:
+    """Estimates the memory that each of several ranks needs, for every way to divide the model among them."""
+    name = "plan/ranks"
+    learner = trial.job.learner
+    if not isinstance(trial.job.model.config, ModelConfig):
+        return warn(name, "not estimated: this model runs on transformers' code, so its shapes are not known")
+    demand = _estimate_demand(trial, num_ranks)
+    kv = count_kv_bytes(demand.model, demand.bytes_per_number) * demand.kv_tokens
+    budget = min(learner.token_budget, demand.batch_tokens)
+    is_even = demand.model.ff % num_ranks == 0 and demand.num_trained is None
+    needs = {}
+    for shard in ("none", "optimizer", "full") if is_even else ("none", "optimizer"):
+        divided = replace(demand, shard=shard)
+        needs[shard] = state_bytes(divided) + update_bytes(divided, budget, recompute=False) + kv
+    listed = ", ".join(f"{shard} {need / GIB:.2g}" for shard, need in needs.items())
+    text = f"each of {num_ranks} ranks needs about this many GiB by learner.shard: {listed} (an estimate)"
+    return ok(name, text, **{f"{shard}_bytes": float(need) for shard, need in needs.items()})
 
 
 class StepShape(NamedTuple):

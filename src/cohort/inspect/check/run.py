@@ -11,7 +11,7 @@ from cohort.inspect.check.drift import check_drift
 from cohort.inspect.check.findings import Finding, fail, ok
 from cohort.inspect.check.given import check_given_update, make_given_trial
 from cohort.inspect.check.judge import check_judge
-from cohort.inspect.check.plan import check_example_time, check_memory, check_step_time, check_warmup
+from cohort.inspect.check.plan import check_example_time, check_memory, check_ranks, check_step_time, check_warmup
 from cohort.inspect.check.reward import check_reward
 from cohort.inspect.check.rows import check_rows, check_template
 from cohort.inspect.check.source import check_overlap
@@ -26,19 +26,20 @@ NUM_PROMPTS = 3
 NUM_SAMPLES = 4  # per prompt
 
 
-def run_checks(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
+def run_checks(config: RunConfig, progress: Callable[[str], None], num_ranks: int = 1) -> Iterator[Finding]:
     """Runs all checks on the config of a run and yields each finding as soon as its check is done.
 
-    Calls `progress` with the name of each stage as it begins, such as "computing gradients". An exception in the checks
-    of the update becomes a FAIL, after which no check is run; errors in loading and sampling are raised.
+    With `num_ranks` above 1 it also says what each of so many ranks needs. Calls `progress` with the name of each stage
+    as it begins, such as "computing gradients". An exception in the checks of the update becomes a FAIL, after which no
+    check is run; errors in loading and sampling are raised.
     """
     if isinstance(config, RL):
-        yield from _check_rollouts(config, progress)
+        yield from _check_rollouts(config, progress, num_ranks)
     else:
-        yield from _check_given_answers(config, progress)
+        yield from _check_given_answers(config, progress, num_ranks)
 
 
-def _check_rollouts(config: RL, progress: Callable[[str], None]) -> Iterator[Finding]:
+def _check_rollouts(config: RL, progress: Callable[[str], None], num_ranks: int) -> Iterator[Finding]:
     """Yields the findings about a run of reinforcement learning."""
     progress("loading the model and the task")
     job = build.build_rl_job(config)
@@ -63,13 +64,15 @@ def _check_rollouts(config: RL, progress: Callable[[str], None]) -> Iterator[Fin
             return
         progress("measuring a step")
         yield check_memory(trial)
+        if num_ranks > 1:
+            yield check_ranks(trial, num_ranks)
         # This check comes last because it moves the weights.
         yield check_step_time(trial, scoring)
     finally:
         job.close()
 
 
-def _check_given_answers(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
+def _check_given_answers(config: RunConfig, progress: Callable[[str], None], num_ranks: int) -> Iterator[Finding]:
     """Yields the findings about a run that learns from given answers: SFT or DPO."""
     progress("loading the model and the rows")
     job = build.build_job(config)
@@ -84,6 +87,8 @@ def _check_given_answers(config: RunConfig, progress: Callable[[str], None]) -> 
             return
         progress("measuring a step")
         yield check_memory(trial)
+        if num_ranks > 1:
+            yield check_ranks(trial, num_ranks)
         # This check comes last because it moves the weights.
         yield check_example_time(trial)
     finally:
