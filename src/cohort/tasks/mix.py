@@ -32,8 +32,8 @@ from cohort.types import Answer, Message, Outcome, Row
 from cohort.user_code import make_spec_absolute, split_spec
 
 NAME = "mix"
-# A task's name, perhaps with the path of a file before it, and its settings as JSON.
-_ENTRY = re.compile(r"(?P<spec>.*?\.py:[^{]*|[^{]*)(?P<settings>\{.*\})?", re.DOTALL)
+# A task's name, perhaps with the path of a file before it. Only a path may have braces, and settings have quotes.
+_SPEC = re.compile(r"[^{}]+|.*\.py:[^{}\":/]+", re.DOTALL)
 # What JSON may have for a setting, by the type of its default. Others are checked by the task itself.
 _JSON_TYPES: dict[type, tuple[type, ...]] = {
     bool: (bool,),
@@ -308,20 +308,28 @@ def _check_types(cls: type, settings: Mapping[str, Any]) -> None:
 
 
 def _split_entry(entry: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name of an entry, and its settings. Raises TaskError if these are no JSON object."""
-    found = _ENTRY.fullmatch(entry)
+    """Returns the name of an entry, and its settings. Raises TaskError if these are no JSON object.
+
+    The settings are the JSON object at the end. Values in it may name files themselves, and so may look like a name.
+    """
     remedy = "write a name, or a name and settings as JSON: 'countdown{\"max_numbers\": 3}'"
-    if found is None or not found["spec"].strip():
+    text = entry.strip()
+    if _SPEC.fullmatch(text):
+        return text, {}
+    failure: ValueError | None = None
+    for place in (match.start() for match in re.finditer(r"\{", text)):
+        spec = text[:place].strip()
+        if not text.endswith("}") or not _SPEC.fullmatch(spec):
+            continue
+        try:
+            settings: dict[str, Any] = parse_json(text[place:])
+            return spec, settings
+        except ValueError as error:
+            # The brace may be one of a path.
+            failure = error
+    if failure is None:
         raise TaskError(f"mix: the entry {entry!r} of --task.tasks is no task; {remedy}")
-    if not found["settings"]:
-        return found["spec"].strip(), {}
-    try:
-        settings: dict[str, Any] = parse_json(found["settings"])
-    except ValueError as error:
-        raise TaskError(
-            f"mix: the settings in the entry {entry} of --task.tasks are no JSON ({error}); {remedy}"
-        ) from None
-    return found["spec"].strip(), settings
+    raise TaskError(f"mix: the settings in the entry {entry} of --task.tasks are no JSON ({failure}); {remedy}")
 
 
 def _make_absolute(entry: str) -> str:
