@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.scoring.guard import END_SECONDS
-from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 from cohort.system.json_text import parse_json
+from cohort.system.secrets import Secrets
 
 # Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
 # many names to be listed.

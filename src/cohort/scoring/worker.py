@@ -26,9 +26,9 @@ from cohort import sandbox
 from cohort.errors import CohortError, ServiceError, TaskError, UserCodeError
 from cohort.scoring.concurrent import STACK_BYTES, ConcurrentServer
 from cohort.scoring.guard import start_guard
-from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_FAILURE, MAX_PRINTED, Hello, Item, Limits, Ready, Reply
 from cohort.system.kernel import limit_memory, measure_peak_memory, set_soft_limit
+from cohort.system.secrets import Secrets
 from cohort.tasks.base import MAX_REASON, Task
 from cohort.tasks.calls import describe_columns
 from cohort.tasks.conversation import ConversationEnvironment

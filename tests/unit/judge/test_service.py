@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import multiprocessing
@@ -10,6 +11,7 @@ import os
 import ssl
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,29 @@ def test_the_key_is_sent_and_appears_nowhere_else(
     for failure in (fails(500, b"sk-wrong-key-42"), raw(b"not JSON: sk-wrong-key-42")):
         server.behaviours = [failure]
         assert "sk-wrong" not in str(fail_to_score(make_judge(server, key="JUDGE_KEY", retries=0, cache=False)))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda key: base64.b64encode(f"user:{key}".encode()).decode(),
+        lambda key: key.encode().hex().upper(),
+        lambda key: json.dumps(key).replace("/", "\\/"),
+    ],
+)
+def test_a_coded_key_in_a_reply_is_not_kept(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Callable[[str], str]
+) -> None:
+    key = "sk-proj/0123456789"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    judge = make_judge(server, key="JUDGE_KEY", retries=0)
+    server.behaviours = [grades(words=f"I was sent {write(key)}.")]
+    verdict = asyncio.run(judge.score("Write stars.", "***"))
+    assert write(key)[4:-4] not in verdict.reason and "[key]" in verdict.reason
+    assert not any(write(key)[4:-4] in path.read_text() for path in (tmp_path / "cache").rglob("*.json"))
+    server.behaviours = [raw(b"no JSON: " + b"." * 55 + write(key).encode())]
+    error = fail_to_score(make_judge(server, key="JUDGE_KEY", retries=0, cache=False))
+    assert "no JSON" in str(error) and write(key)[4:10] not in str(error)
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])

@@ -14,9 +14,9 @@ import pytest
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
 from cohort.scoring.process import make_worker_environment
-from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply, check_environment_reply
 from cohort.scoring.worker import CapturedOutput, describe_error, score_item, shorten_reply
+from cohort.system.secrets import Secrets
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import make_plain_answer, task
 from cohort.tasks.environment import Episodes, SingleTurn

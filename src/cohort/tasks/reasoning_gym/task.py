@@ -145,8 +145,9 @@ class ReasoningGym:
                 "the task reasoning_gym needs a data set: add --task.dataset NAME; cohort data reasoning_gym lists them"
             )
         count = 0
-        for count, row in enumerate(self._mix_problems(split), 1):
+        for row in self._mix_problems(split):
             yield row
+            count += 1
         size = self._get_size(split)
         if count < size:
             # The other split is probably too large as well.
