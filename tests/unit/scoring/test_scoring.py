@@ -150,6 +150,21 @@ def test_a_row_the_grader_cannot_read_is_a_failure_not_a_zero() -> None:
     assert reply.failure.startswith("KeyError: 'answer' (arithmetic.py, line")
 
 
+def test_a_variable_that_graders_are_not_given_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ABSENT_KEY", raising=False)
+
+    class Reads:
+        name, parts, accuracy = "reads", ("correct",), "correct"
+
+        def score(self, row: dict, answer: Answer) -> float:
+            return float(os.environ[row["name"]] if "name" in row else row["ABSENT_KEY"])
+
+    rows: list[dict] = [{"name": "ABSENT_KEY"}, {"id": "1"}]
+    texts = [score_here(Reads(), Item(number=1, row=row, answer=make_plain_answer(""))).failure for row in rows]
+    assert texts[0].startswith("KeyError: 'ABSENT_KEY'") and "--scoring.env ABSENT_KEY" in texts[0]
+    assert "columns" not in texts[0] and "the row's columns: id" in texts[1] and "--scoring.env" not in texts[1]
+
+
 def test_running_out_of_memory_is_told_from_other_exceptions() -> None:
     class Eats:
         name, parts, accuracy = "eats", ("correct",), "correct"
