@@ -34,7 +34,7 @@ from cohort.rollout.producer import Producer
 from cohort.rollout.settings import describe_conversation, make_conversation_rules, make_conversation_turns
 from cohort.run.directory import load_evaluation, make_slug
 from cohort.run.naming import NamedCheckpoint
-from cohort.scoring.start import start_scorer
+from cohort.scoring.start import check_variables, start_scorer
 from cohort.tasks.base import Task, has_conversations
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.ref import TaskRef, compute_grader_digest
@@ -156,6 +156,7 @@ class ModelEvaluator:
         room for a prompt or the split has too few rows, TaskError if a prompt is too long and may not be skipped.
         """
         o = self.options
+        check_variables(task, o.scoring)
         # The longest prompt that leaves room for a completion; 0 = not known.
         room = 0 if not self.context else self.context - (o.max_tokens or 1)
         if self.context and room < 1:

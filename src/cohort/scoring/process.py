@@ -43,6 +43,11 @@ def make_worker_environment(names: Iterable[str] = ()) -> dict[str, str]:
     return kept | fixed | dict.fromkeys(THREAD_VARIABLES, "1")
 
 
+def is_reserved(name: str) -> bool:
+    """Returns whether workers have an environment variable in any case, or must not have the user's own value of it."""
+    return name.startswith("PYTHON") or name in (*ALLOWED_VARIABLES, *THREAD_VARIABLES)
+
+
 # Signals that end a process because of its own work: its CPU limits, or a stack or heap that is used up. SIGKILL is not
 # among them, because it comes from outside: from the kernel when the whole machine runs out of memory, or from a user.
 EXHAUSTION_SIGNALS = (signal.SIGPROF, signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
