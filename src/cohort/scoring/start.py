@@ -16,6 +16,7 @@ from cohort.tasks.base import Task, list_own_tasks
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules
 from cohort.tasks.grading import scores_groups
+from cohort.tasks.parts import PartRules
 from cohort.tasks.ref import TaskRef, compute_grader_digest
 
 MAX_WORKERS = 8  # that `choose_num_workers` returns
@@ -93,4 +94,5 @@ def start_scorer(
     if not task.service:
         return pool
     settings = TaskRef.from_task(task).settings
-    return JournaledPool(pool, f"{compute_grader_digest(task)} {sorted(settings.items())}")
+    rules = PartRules(parts=task.parts, accuracy=task.accuracy, optional=task.optional_parts)
+    return JournaledPool(pool, f"{compute_grader_digest(task)} {sorted(settings.items())}", rules)
