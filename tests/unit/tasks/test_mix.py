@@ -338,7 +338,10 @@ def test_rows_of_a_file_with_reward_functions_are_a_part_of_a_mixture(tmp_path: 
         ({"tasks": ("mixed-a", "mixed-b"), "shares": (1, -1)}, "at least 0, not 1 -1"),
         ({"tasks": ("mixed-a", "mixed-b"), "shares": (1, float("nan"))}, "finite"),
         ({"tasks": ("mixed-a",), "shares": (0,)}, "a share above 0"),
-        ({"tasks": ("mixed-a", "mixed-b"), "shares": (1, 3.14159)}, "simpler shares: 1 3.14159 repeat"),
+        (
+            {"tasks": ("mixed-a", "mixed-b"), "shares": (1, 3.14159)},
+            r"such as 2 1 or 0.25 0.75; 1 3.14159 has 414,159, so round them",
+        ),
         ({"tasks": ('mixed-a{"size": }',)}, r"settings in the entry mixed-a\{.* are no JSON"),
         ({"tasks": ("{}",)}, "is no task"),
         ({"tasks": ('rows{"rewards": ["/x/f.py:g"], "b": {"c": 1}',)}, "settings in the entry rows.* are no JSON"),
@@ -366,6 +369,25 @@ def test_settings_that_are_not_allowed(settings: dict[str, Any], message: str) -
 def test_tasks_that_cannot_be_loaded_name_their_entry(entry: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         _ = Mix(tasks=("mixed-a", entry)).own_tasks
+
+
+def test_tasks_without_test_rows_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    task("mixed-untested")(
+        type("Untested", (Plain,), {"rows": lambda self, split: iter([{"n": 0}] * (split == "train"))})
+    )
+
+    def read(tasks: tuple[str, ...], shares: tuple[float, ...]) -> list[str]:
+        """Reads the test rows twice and returns what was said."""
+        caplog.clear()
+        mix = Mix(tasks=tasks, shares=shares)
+        for _ in range(2):
+            list(mix.rows("test"))
+        return caplog.messages
+
+    both = ("mixed-a", "mixed-untested")
+    assert read(both, ()) == ["mix: the task mixed-untested has no test rows: it is not evaluated"]
+    assert read(both, (1, 0)) == ["mix: the task mixed-untested has no test rows: with the share 0 it is never used"]
+    assert read(("mixed-a", "mixed-b"), ()) == read(("mixed-untested",), ()) == []
 
 
 def test_a_trained_task_needs_rows_and_a_name_for_its_accuracy() -> None:
