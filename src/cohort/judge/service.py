@@ -11,7 +11,8 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, TypeVar
@@ -152,23 +153,25 @@ class Service:
         secrets = Secrets([self.config.key] if key else [], label="key")
         draws = Draws("judge pause", digest_request(self.config.url, body))
         sent = body
-        for n in range(self.config.retries + 1):
-            try:
-                # Entered before the wait for a place: the next request uses the connection of one that has ended.
-                with state.pool.keep_open():
-                    text = await self._send(state, sent, key, secrets)
-                return read(text), text
-            except RetryableError as error:
-                if n == self.config.retries:
-                    raise self._make_final_error(n + 1, error) from error
-                if isinstance(error, UnreadableReply):
-                    *before, last = body["messages"]
-                    sent = body | {"messages": [*before, {**last, "content": f"{last['content']}\n\n{reminder}"}]}
-                    continue
-                usual = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**n)
-                asked = error.pause_seconds or 0.0
-                # A pause that the server asks for is never shortened.
-                await self.clock.sleep(max(asked, usual / 2) + draws.below(1000) / 1000 * usual / 2)
+        with explaining_cancellation() as failures:
+            for n in range(self.config.retries + 1):
+                try:
+                    # Entered before the wait for a place: the next request uses the connection of one that has ended.
+                    with state.pool.keep_open():
+                        text = await self._send(state, sent, key, secrets)
+                    return read(text), text
+                except RetryableError as error:
+                    failures.append(error)
+                    if n == self.config.retries:
+                        raise self._make_final_error(n + 1, error) from error
+                    if isinstance(error, UnreadableReply):
+                        *before, last = body["messages"]
+                        sent = body | {"messages": [*before, {**last, "content": f"{last['content']}\n\n{reminder}"}]}
+                        continue
+                    usual = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**n)
+                    asked = error.pause_seconds or 0.0
+                    # A pause that the server asks for is never shortened.
+                    await self.clock.sleep(max(asked, usual / 2) + draws.below(1000) / 1000 * usual / 2)
         raise AssertionError("the last try returns or raises")
 
     def _make_final_error(self, tries: int, error: RetryableError) -> ServiceError:
@@ -233,6 +236,21 @@ class Service:
                 "limit of your account, or lower requests_per_minute of the judge."
             )
         raise RetryableError(words, pause_seconds=pause)
+
+
+@contextmanager
+def explaining_cancellation() -> Iterator[list[RetryableError]]:
+    """Yields a list of failed tries. If the block is cancelled, the last of them is added to the exception as a note.
+
+    The scoring worker, which cancels what is over its time, shows the note.
+    """
+    failures: list[RetryableError] = []
+    try:
+        yield failures
+    except asyncio.CancelledError as error:
+        if failures:
+            error.add_note(f"the judge's last error was: {failures[-1]}")
+        raise
 
 
 @cache

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,10 @@ import cohort
 from cohort.errors import CohortError, ServiceError
 from cohort.judge import cache, connection
 from cohort.judge.service import MAX_PAUSE_SECONDS, ServiceConfig, get_service
+from cohort.scoring.concurrent import ConcurrentServer
+from cohort.scoring.wire import Item, Limits, Reply
+from cohort.scoring.worker import make_reply
+from cohort.tasks.base import make_plain_answer
 from tests.helpers.fake_server import Behaviour, FakeServer, breaks_off, chat, fails, hangs_up, raw, resets
 from tests.helpers.judge_server import (
     KEY,
@@ -249,6 +254,30 @@ def test_proxies_of_the_environment_are_not_used(server: FakeServer, monkeypatch
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert score(make_judge(server)) == 0.3
+
+
+def test_an_answer_that_runs_out_of_time_says_what_the_judge_said_last(
+    server: FakeServer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first pause is longer than the limit.
+    monkeypatch.setattr(clock, "sleep", lambda seconds: asyncio.Event().wait())
+    server.behaviours = [fails(503, {"error": {"message": "overloaded"}})]
+    judge = make_judge(server, cache=False)
+
+    class Judged:
+        name, parts, accuracy, optional_parts = "judged", ("score",), None, False
+
+        async def score(self, row: dict, answer: Any) -> Any:
+            return await judge.score("Write stars.", answer.text)
+
+    replies: list[Reply] = []
+    hello: Any = SimpleNamespace(limits=Limits(seconds=0.4))
+    worker = ConcurrentServer(Judged(), hello, replies.append, make_reply)  # type: ignore[arg-type]
+    item = Item(number=3, row={"id": "r"}, answer=make_plain_answer("***"))
+    asyncio.run(worker._score(item))
+    [reply] = replies
+    assert reply.failure.startswith("TimeoutError: no score within 0.4 s (--scoring.seconds); ")
+    assert "the judge's last error was: 503 overloaded" in reply.failure
 
 
 # ---- the key
