@@ -94,5 +94,5 @@ def start_scorer(
     if not task.service:
         return pool
     settings = TaskRef.from_task(task).settings
-    rules = PartRules(parts=task.parts, accuracy=task.accuracy, optional=task.optional_parts)
-    return JournaledPool(pool, f"{compute_grader_digest(task)} {sorted(settings.items())}", rules)
+    parts = PartRules(parts=task.parts, accuracy=task.accuracy, optional=task.optional_parts)
+    return JournaledPool(pool, f"{compute_grader_digest(task)} {sorted(settings.items())}", parts)
