@@ -164,14 +164,9 @@ class ModelEvaluator:
                 f"--max-tokens {o.max_tokens} leaves no room for a prompt: the context of the model has "
                 f"{self.context} tokens. Use a smaller --max-tokens, or leave it out."
             )
-        renderer: Renderer = ServerRenderer()
-        if self.tokenizer is not None:
-            format = None if o.call_format == "auto" else o.call_format
-            renderer = PromptRenderer(self.tokenizer, o.template, o.system, format)
-            renderer.check_system(room)
         stream = TaskStream(
             task,
-            renderer,
+            self._make_renderer(room),
             o.seed,
             o.split,
             max_prompt_tokens=room,
@@ -216,6 +211,17 @@ class ModelEvaluator:
         for line in describe_unlikeness(self.checkpoint, task, o) if self.checkpoint else ():
             log.warning("%s", line)
         return PreparedTask(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting, rules=rules)
+
+    def _make_renderer(self, room: int) -> Renderer:
+        """Returns what turns messages into prompts of at most `room` tokens. Raises if the system text is longer."""
+        o = self.options
+        if self.tokenizer is None:
+            return ServerRenderer()
+        renderer = PromptRenderer(
+            self.tokenizer, o.template, o.system, None if o.call_format == "auto" else o.call_format
+        )
+        renderer.check_system(room)
+        return renderer
 
     def _make_rules(self, task: Task) -> ConversationRules | None:
         """Returns the rules of a task's conversations; None if the task has neither tools nor an environment.
