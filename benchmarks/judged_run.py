@@ -1,14 +1,15 @@
 """A run whose reward is a slow and faulty judge: how long scoring takes, and whether a killed run ends the same.
 
-python benchmarks/judged_run.py [--kills 3] [--steps 4]
+python benchmarks/judged_run.py [--kills 3] [--steps 12]
 
 1. 32 x 8 answers go to a judge that takes one second per answer, 64 at once. The figure is the time until all have a
    score, the start of the worker included.
 2. A run is trained with a judge that fails 5% of the requests and never answers 2% of them, and is killed and resumed.
+   Kills come from the judge, between a score and its reply, so that the resumed run must ask about that answer again.
    The score of an answer changes every time it is asked. Then a run is trained without a kill, by a judge that gives
    every answer the score that it got last in the first run. Both can only end alike if a resumed run reads the scores
    that it had used from its journal. Compared are the metrics of every step, weights and optimizer state. No answer
-   may be scored 0 for a fault, and none may be left out.
+   may be scored 0 for a fault, and none may be left out. Faults, hangs, kills and repeated questions must occur.
 
 It prints a line per part and exits with 1 if a part does not hold.
 """
@@ -55,6 +56,9 @@ class Judged:
 """
 
 
+PROMPTS, SAMPLES = 8, 4  # of a step
+
+
 class FaultyServer(ThreadingHTTPServer):
     """A judge that takes `delay` seconds, and sometimes fails or never answers."""
 
@@ -72,6 +76,18 @@ class FaultyServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.num_asked: Counter[str] = Counter()  # how often each content got a score
         self.num_faults = self.num_hangs = 0
+        self.victim: tuple[int, int] | None = None  # a process to kill, and the number of scores at which to kill it
+
+    def kill_victim_if_due(self) -> None:
+        """Kills the victim if enough scores were given. The lock must be held."""
+        if self.victim is not None and self.num_asked.total() >= self.victim[1]:
+            os.kill(self.victim[0], signal.SIGKILL)
+            self.victim = None
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Prints a traceback, unless the client has left: it was killed, or does not wait any longer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     @property
     def url(self) -> str:
@@ -107,6 +123,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.num_asked[key] += 1
             number = self.server.num_asked[key]
+            self.server.kill_victim_if_due()
         # Never 0, so that a score of 0 could only come from a fault.
         score = self.server.fixed.get(key, 1 + (int(key[:6], 16) + 3 * number + len(answer[2])) % 9)
         self.server.given[key] = score
@@ -151,29 +168,28 @@ def measure_wait(folder: Path) -> float:
     return seconds
 
 
-def train(folder: Path, name: str, steps: int, url: str, kills: int) -> Path:
-    """Trains a run, killed `kills` times at random moments, and returns its directory."""
+def train(folder: Path, name: str, steps: int, server: FaultyServer, kills: int) -> Path:
+    """Trains a run, killed `kills` times by the server at even distances, and returns its directory.
+
+    Exits with a message if a process fails, or ends before it is killed.
+    """
     task = folder / "judged.py"
-    task.write_text(TASK.format(url=url))
+    task.write_text(TASK.format(url=server.url))
     command = [sys.executable, "-m", "cohort"]
-    settings = ["--batch.prompts=8", "--batch.samples=4", f"--steps={steps}", "--save.every=1", "--eval.problems=4"]
-    settings += ["--scoring.concurrency=64", "--scoring.seconds=4", "--threads=1", "--log=plain"]
+    settings = [f"--batch.prompts={PROMPTS}", f"--batch.samples={SAMPLES}", f"--steps={steps}", "--save.every=1"]
+    settings += ["--eval.problems=4", "--scoring.concurrency=64", "--scoring.seconds=4", "--threads=1", "--log=plain"]
     run = folder / name
     words = ["train", "quickstart", f"--task={task}:judged", f"--out={folder}", f"--name={name}", *settings]
-    chance = random.Random(7)
     for number in range(kills + 1):
         process = subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if number < kills:
-            # Later than the imports, so that kills meet rollouts, updates and checkpoints.
-            try:
-                process.wait(6.0 + 6.0 * chance.random())
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
+            # The samples of a step may be equal, and are asked once then, so that there are fewer scores than samples.
+            server.victim = process.pid, (number + 1) * steps * PROMPTS // (kills + 1)
         _, errors = process.communicate(timeout=600)
-        if run.exists():
-            words = ["resume", str(run), "--log=plain"]
-        if process.returncode not in (0, -signal.SIGKILL):
-            raise SystemExit(f"{name} failed: {errors[-2000:]}")
+        words = ["resume", str(run), "--log=plain"]
+        wanted = -signal.SIGKILL if number < kills else 0
+        if process.returncode != wanted:
+            raise SystemExit(f"{name} ended with {process.returncode}, not {wanted}: {errors[-2000:]}")
     return run
 
 
@@ -194,7 +210,7 @@ def main() -> None:
     """Runs both parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="judged-"))
     os.environ["COHORT_CACHE"] = str(folder / "cache")
@@ -202,18 +218,20 @@ def main() -> None:
         seconds = measure_wait(folder)
         print(f"waiting: {seconds:.2f} s for 256 answers, 64 at once, judge of 1 s (must be below 8)")
         broken = serve(FaultyServer(0.2, faults=0.05, hangs=0.02))
-        killed = read_run(train(folder, "killed", options.steps, broken.url, options.kills))
+        killed = read_run(train(folder, "killed", options.steps, broken, options.kills))
         whole = serve(FaultyServer(0.2, faults=0.05, hangs=0.02, fixed=broken.given))
-        straight = read_run(train(folder, "straight", options.steps, whole.url, 0))
+        straight = read_run(train(folder, "straight", options.steps, whole, 0))
         same = straight == killed
         metrics = killed["metrics"]
         assert isinstance(metrics, dict)
         failed = sum(value for name, value in metrics.items() if name.endswith("samples/failed"))
-        print(f"faults: {whole.num_faults} + {whole.num_hangs} hangs, then {broken.num_faults} + {broken.num_hangs}")
+        print(f"faults: {broken.num_faults} + {broken.num_hangs} hangs, then {whole.num_faults} + {whole.num_hangs}")
         again = sum(count - 1 for count in broken.num_asked.values())
         print(f"after {options.kills} kills: equal = {same}, samples without a score {failed:g}, asked again {again}")
         if not same or failed or seconds >= 8:
             raise SystemExit(1)
+        if not (broken.num_faults and broken.num_hangs and again >= options.kills):
+            raise SystemExit("too few faults, hangs or repeated questions occurred to prove anything: raise --steps")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -94,5 +94,10 @@ def shorten_error(error: BaseException) -> str:
     >>> shorten_error(ValueError("max_model_len is\\n  too large"))
     'max_model_len is too large'
     """
-    text = " ".join(str(error).split()) or type(error).__name__
+    return shorten_text(str(error)) or type(error).__name__
+
+
+def shorten_text(text: str) -> str:
+    """Returns a text in one line. More than 300 characters are cut to the first 300 and "..."."""
+    text = " ".join(text.split())
     return text if len(text) <= 300 else f"{text[:300]}..."

@@ -23,8 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cohort.errors import CohortError, ConfigError, UserCodeError, shorten_error, suggest_name
+from cohort.errors import CohortError, ConfigError, UserCodeError, shorten_text, suggest_name
 from cohort.system.paths import expand_home
+from cohort.system.secrets import remove_hidden
 
 PLUGIN_GROUP = "cohort.plugins"
 
@@ -219,7 +220,9 @@ def make_user_error(what: str, error: BaseException, code: Any = None, file: str
         return UserCodeError(
             f"{place} is not valid Python: {error.msg}; correct the file.", [f"  {source}"] * bool(source)
         )
-    raised = f"{type(error).__name__}: {shorten_error(error)}" if str(error) else type(error).__name__
+    # A file that reads a key may have it in its message. Removed before the message is cut.
+    said = remove_hidden(str(error))
+    raised = f"{type(error).__name__}: {shorten_text(said)}" if said else type(error).__name__
     lines = describe_place(error, code, file)
     return UserCodeError(f"{what} raised {raised}. Correct {'it here:' if lines else 'its code.'}", lines)
 

@@ -140,3 +140,20 @@ def test_graders_that_wait_groups_and_plain_graders_score_side_by_side(tmp_path:
     assert parts[0] == [{"score": 0.1}, {"score": 0.2}, {"score": 0.1}]
     assert parts[1] == [{"correct": 0.0, "format": 0.0}] * 3
     assert parts[2] == [{"rank": 1.0}, {"rank": 2.0}, {"rank": 0.0}]
+
+
+def test_rows_of_a_file_train_and_are_evaluated_beside_another_task(tmp_path: Path) -> None:
+    (tmp_path / "fs.py").write_text("def brief(row, answer):\n    return -len(answer.text) / 100\n")
+    for split in ("train", "test"):
+        lines = [json.dumps({"prompt": f"{n}+{n}=? ({split})"}) for n in range(4)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"data": f"{tmp_path}/{{split}}.jsonl", "rewards": [f"{tmp_path}/fs.py:brief"]}
+    tasks = ["--task.tasks", "arithmetic", "rows" + json.dumps(settings), "--threads=1"]
+    small = ["--batch.prompts=4", "--batch.samples=2", "--sampling.max-tokens=8", "--eval.problems=8", "--steps=1"]
+    done = cohort("train", "quickstart", "--task=mix", *tasks, *small, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"held-out reward \S+ \(.*\) at step 1, 8 problems: arithmetic accuracy \d\S+, rows reward -0", done.stdout
+    )
+    done = cohort("eval", "mix", *tasks, "--limit=8", "--max-tokens=8", at=tmp_path)
+    assert done.returncode == 0 and re.search(r"reward/rows +-0\.", done.stdout), done.stdout + done.stderr

@@ -18,7 +18,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="u
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 # Commands may go on after a backslash at the end of a line.
 COMMANDS = re.findall(r"^cohort ([^#\n]*)", PAGE.replace("\\\n", " "), re.MULTILINE)
-QUICK = ["--batch.samples=2", "--sampling.max-tokens=12", "--threads=1"]
 
 
 def write_programs(folder: Path) -> None:
@@ -42,7 +41,7 @@ def test_functions_of_other_tools_and_rows_of_a_file(tmp_path: Path) -> None:
     [line] = re.findall(r"^printf .*$", PAGE, re.MULTILINE)
     subprocess.run(["sh", "-c", line], cwd=tmp_path, check=True)
     assert len((tmp_path / "questions.jsonl").read_text().splitlines()) == 4
-    done = cohort(*get_command("--task rows", "--task.rewards"), *QUICK, at=tmp_path)
+    done = cohort(*get_command("--task rows", "--task.rewards"), at=tmp_path)
     assert done.returncode == 0 and "step 3/3" in done.stdout, done.stderr
     [run] = (tmp_path / "runs").iterdir()
     shown = cohort("explain", run.name, "--step", 1, at=tmp_path)
@@ -51,7 +50,7 @@ def test_functions_of_other_tools_and_rows_of_a_file(tmp_path: Path) -> None:
 
 def test_data_without_a_test_set(tmp_path: Path) -> None:
     write_programs(tmp_path)
-    done = cohort(*get_command("haiku.py"), *QUICK, at=tmp_path)
+    done = cohort(*get_command("haiku.py"), at=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("no test rows: nothing is evaluated") == 1
 
@@ -59,7 +58,7 @@ def test_data_without_a_test_set(tmp_path: Path) -> None:
 def test_programs_as_answers(tmp_path: Path) -> None:
     write_programs(tmp_path)
     subprocess.run([sys.executable, "my_code.py"], cwd=tmp_path, check=True)
-    done = cohort(*get_command("--task code"), *QUICK, at=tmp_path)
+    done = cohort(*get_command("--task code"), at=tmp_path)
     assert done.returncode == 0 and "held-out accuracy" in done.stdout, done.stderr
 
 
@@ -71,9 +70,8 @@ def test_a_judge_with_a_key(command: str, tmp_path: Path) -> None:
         server.behaviours = [grades()]
         text = (tmp_path / "essay.py").read_text().replace("http://127.0.0.1:8000/v1", server.url)
         (tmp_path / "essay.py").write_text(text)
-        small = ["--batch.prompts=4", *QUICK] if command == "check" else QUICK
         env = {**ENV, "JUDGE_KEY": "a-secret-key-of-mine", "COHORT_CACHE": str(tmp_path / "cache")}
-        done = cohort(*words, *small, at=tmp_path, env=env)
+        done = cohort(*words, at=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("judge/injections" in done.stdout) == (command == "check")
     assert "a-secret-key-of-mine" not in done.stdout + done.stderr

@@ -151,3 +151,12 @@ def test_an_answer_that_is_a_program_is_not_run() -> None:
     entry = package.make_entry(made.make_key("countdown"), 0, row["index"])
     package.score_text(made.make_key("countdown"), 0, entry, mark)
     assert sys.modules.pop("cohort_mark", None) == 1
+
+
+def test_the_commands_of_the_page_about_tasks_have_enough_problems() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^cohort train (\w+) (--task reasoning_gym .*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    for recipe, flags in commands:
+        made: Any = load_config(recipe, flags.split()).task
+        assert len(load_rows(made, "train")) == made.train_size and len(load_rows(made, "test")) == made.test_size

@@ -40,7 +40,6 @@ except ImportError:
     if os.environ.get("COHORT_REQUIRE_PEERS") == "1":
         raise
     pytest.skip("peers have their own environment: make test-peers", allow_module_level=True)
-HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
 
 TEXTS = [
     r"<think>\nOne third.\n</think>\nIt is \boxed{\frac{1}{3}}.",
@@ -165,13 +164,9 @@ def test_the_functions_that_need_math_verify(row: Row) -> None:
     from trl.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 
     functions = [accuracy_reward, reasoning_accuracy_reward, get_cosine_scaled_reward(max_len=100)]
-    if HAS_MATH_VERIFY:
-        assert_same(functions, row, MESSAGES)
-        return
-    for function in functions:
-        for score in (StandInTrainer([function]).score, partial(score_here, [function])):
-            with pytest.raises(ImportError, match="math_verify"):
-                score(row, MESSAGES)
+    theirs = assert_same(functions, row, MESSAGES)
+    # The first solution is a formula that some of the texts have.
+    assert row["id"] != "a" or all(len(set(column.tolist())) >= 2 for column in theirs.T)
 
 
 # ---- functions as TRL's documentation writes them
@@ -353,14 +348,6 @@ def test_verls_choice_by_data_source_is_its_own(row: Row) -> None:
     from verl.utils.reward_score import default_compute_score
 
     functions = [default_compute_score]
-    if row["id"] == "prime" and importlib.util.find_spec("pylatexenc") is None:
-        for score in (
-            lambda: default_compute_score(row["data_source"], "", ""),
-            lambda: score_here(functions, row, ""),
-        ):
-            with pytest.raises(ImportError, match="pylatexenc"):
-                score()
-        return
     theirs = [read(default_compute_score(row["data_source"], text, get_truth(row))) for text in TEXTS]
     outcomes = score_here(functions, row, MESSAGES)
     assert [o.parts["default_compute_score"] for o in outcomes] == theirs and len(set(theirs)) == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cohort import user_code
+from cohort.cli.main import main
 from cohort.config.algos import ALGOS, GRPO
 from cohort.config.document import dump_config, keep_recorded, parse_config
 from cohort.config.load import load_config
@@ -174,3 +175,50 @@ def test_a_file_whose_name_is_not_utf8_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"own\xff.py")
     file.write_text("value = 3")
     assert load_file(file).value == 3
+
+
+LEAKS = """
+import base64, os, cohort
+
+KEY = os.environ["OWN_KEY"]
+
+@cohort.task("leaks")
+class Leaks:
+    def rows(self, split):
+        yield {"id": split}
+
+    def prompt(self, row):
+        return "a"
+
+    def score(self, row, answer):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("@cohort", "raise ValueError('no access with ' + base64.b64encode(KEY.encode()).decode())\n@cohort"),
+        ('yield {"id": split}', "raise ValueError('.' * 290 + KEY)"),
+        ('return "a"', "raise KeyError(KEY)"),
+        ('return "a"', "return {KEY: 1}"),
+    ],
+)
+def test_keys_in_what_a_file_raises_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], old: str, new: str
+) -> None:
+    monkeypatch.setattr("cohort.system.secrets._hidden", [])
+    monkeypatch.setenv("OWN_KEY", "sk-0123456789-own")
+    monkeypatch.chdir(tmp_path)
+    assert old in LEAKS
+    # A name of its own: what was registered stays.
+    name = f"leaks-{abs(hash((old, new)))}"
+    (tmp_path / "leaks.py").write_text(LEAKS.replace(old, new).replace('"leaks"', f'"{name}"'))
+    assert (
+        main(["train", "quickstart", "--task", f"leaks.py:{name}", "--scoring.env", "OWN_KEY", "--batch.prompts=1"])
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert "[OWN_KEY]" in said, said
+    everything = said + "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.md"))
+    assert "sk-01234" not in everything and "c2stMDEyMzQ1" not in everything

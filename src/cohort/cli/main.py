@@ -17,6 +17,7 @@ from cohort.errors import CohortError, RankError, UserCodeError, suggest_name
 from cohort.logs.printing import flush_output, prepare_output, print_note, print_result
 from cohort.ranks.environment import has_place, read_place
 from cohort.system import process
+from cohort.system.secrets import hide_named_variables, remove_hidden
 
 COMMANDS = {
     "train": ("RECIPE [--flags]", "Train a model with a recipe."),
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     prepare_output()
+    hide_named_variables(args)
     process.keep_freed_memory()
     try:
         process.require_unix()
@@ -166,5 +168,5 @@ def _print_error(message: str, place: Sequence[str] = ()) -> int:
     flush_output()
     # Where the message cannot be written, the exit code still tells.
     with suppress(OSError):
-        print_note("\n".join(["cohort: " + " ".join(message.split()), *place]))
+        print_note(remove_hidden("\n".join(["cohort: " + " ".join(message.split()), *place])))
     return 2

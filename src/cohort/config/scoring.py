@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from cohort.config.section import Section, at_least, at_most
 from cohort.errors import ConfigError
+from cohort.system.secrets import hide_variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,10 @@ class ScoringConfig(Section):
         return self != ScoringConfig()
 
     def check(self, user_settings: Collection[str]) -> None:
-        """Raises a ConfigError if `env` has something that is no name of a variable. Ignores `user_settings`."""
+        """Raises a ConfigError if `env` has something that is no name of a variable. Ignores `user_settings`.
+
+        The values of the variables are hidden in this process from now on.
+        """
         for name in self.env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 # What was given may be the key itself, so it is not shown.
@@ -48,6 +52,7 @@ class ScoringConfig(Section):
                     "scoring.env has a text that is no name of an environment variable. Give names only, as in "
                     "--scoring.env OPENAI_API_KEY; the value stays in the environment."
                 )
+        hide_variables(self.env)
 
     def require_variables(self) -> None:
         """Raises a ConfigError if a variable that `env` names is not set, or is empty, in this process."""

@@ -17,7 +17,7 @@ from cohort.scoring.base import Pool
 from cohort.serialize import record
 from cohort.system.clock import stage
 from cohort.tasks.base import Task
-from cohort.tasks.calls import compute_summary
+from cohort.tasks.calls import compute_summary, get_label, is_mixture
 from cohort.types import Group, Prompt, Row, Sampling
 from cohort.world import ONE_PROCESS, World
 
@@ -117,12 +117,28 @@ def summarise(setting: EvalSetting, items: Sequence[EvalItem], task: Task, rows:
         high=high,
         passes=compute_all_pass_at_k(scores) if is_share else [],
         parts={name: mean([a.parts[name] for a in scored if name in a.parts]) for name in names},
-        summary=compute_summary(task, [row for row, _ in graded], [parts for _, parts in graded]),
+        summary={
+            **compute_summary(task, [row for row, _ in graded], [parts for _, parts in graded]),
+            **({} if is_share else _compute_own_rewards(task, rows, scores)),
+        },
         mean_tokens=mean([a.num_tokens for a in answers]),
         finishes=dict(sorted(Counter(a.finish for a in answers).items())),
         num_failed=len(answers) - len(scored),
         items=list(items),
     )
+
+
+def _compute_own_rewards(task: Task, rows: Sequence[Row], scores: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns the mean reward of each task of a mixture, by names like "reward/LABEL"; {} for any other task.
+
+    `scores` are the rewards of the answers to each row. A task none of whose answers was scored is left out.
+    """
+    if not is_mixture(task):
+        return {}
+    own: dict[str, list[Sequence[float]]] = {}
+    for row, rewards in zip(rows, scores, strict=True):
+        own.setdefault(get_label(task, row), []).append(rewards)
+    return {f"reward/{label}": compute_accuracy(given) for label, given in own.items() if any(given)}
 
 
 def describe_sampling(sampling: Sampling) -> dict[str, Any]:

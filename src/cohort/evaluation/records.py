@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from cohort.evaluation.statistics import PassAtK
+from cohort.evaluation.statistics import MIN_PROBLEMS, PassAtK
 from cohort.system.json_text import make_record
 from cohort.types import Message
 
@@ -119,7 +119,7 @@ class Evaluation:
     setting: EvalSetting
     accuracy: float | None  # avg@n; None = the task has none
     reward: float | None = None  # the mean reward of a task without an accuracy
-    low: float | None  # of the 95% interval of the accuracy or mean reward; None = one problem has no such interval
+    low: float | None  # of the 95% interval of the accuracy or mean reward; None = it has too few problems for one
     high: float | None
     passes: list[PassAtK] = field(default_factory=list)  # for k = 2, 4, 8, ...
     parts: dict[str, float] = field(default_factory=dict)  # mean of each part of the score except the accuracy
@@ -153,9 +153,24 @@ class Evaluation:
         found = {name.partition("/"): value for name, value in summary.items()}
         return {label: value for (measure, _, label), value in found.items() if measure == "accuracy"}
 
+    def list_own_values(self) -> list[tuple[str, str, float]]:
+        """Returns (label, measure, value) of each task of a mixture: its accuracy or, without one, its mean reward.
+
+        Empty for an evaluation of a single task.
+        """
+        accuracies = self.accuracies
+        found = []
+        for name, value in self.summary.items() if self.setting.task == "mix" else ():
+            measure, _, label = name.partition("/")
+            if measure == "accuracy" or (measure == "reward" and label not in accuracies):
+                found.append((label, measure, value))
+        return found
+
     def format_interval(self) -> str:
-        """Returns the 95% interval as text; "no interval" if there is none."""
-        return "no interval" if self.low is None or self.high is None else f"{self.low:.3f} to {self.high:.3f}"
+        """Returns the 95% interval as text; why there is none if there is none."""
+        if self.low is None or self.high is None:
+            return f"no interval: fewer than {MIN_PROBLEMS} problems"
+        return f"{self.low:.3f} to {self.high:.3f}"
 
     @property
     def step(self) -> int:

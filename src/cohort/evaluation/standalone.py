@@ -34,7 +34,7 @@ from cohort.rollout.producer import Producer
 from cohort.rollout.settings import describe_conversation, make_conversation_rules, make_conversation_turns
 from cohort.run.directory import load_evaluation, make_slug
 from cohort.run.naming import NamedCheckpoint
-from cohort.scoring.start import start_scorer
+from cohort.scoring.start import check_variables, start_scorer
 from cohort.tasks.base import Task, has_conversations
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.ref import TaskRef, compute_grader_digest
@@ -156,6 +156,7 @@ class ModelEvaluator:
         room for a prompt or the split has too few rows, TaskError if a prompt is too long and may not be skipped.
         """
         o = self.options
+        check_variables(task, o.scoring)
         # The longest prompt that leaves room for a completion; 0 = not known.
         room = 0 if not self.context else self.context - (o.max_tokens or 1)
         if self.context and room < 1:
@@ -163,14 +164,9 @@ class ModelEvaluator:
                 f"--max-tokens {o.max_tokens} leaves no room for a prompt: the context of the model has "
                 f"{self.context} tokens. Use a smaller --max-tokens, or leave it out."
             )
-        renderer: Renderer = ServerRenderer()
-        if self.tokenizer is not None:
-            format = None if o.call_format == "auto" else o.call_format
-            renderer = PromptRenderer(self.tokenizer, o.template, o.system, format)
-            renderer.check_system(room)
         stream = TaskStream(
             task,
-            renderer,
+            self._make_renderer(room),
             o.seed,
             o.split,
             max_prompt_tokens=room,
@@ -215,6 +211,17 @@ class ModelEvaluator:
         for line in describe_unlikeness(self.checkpoint, task, o) if self.checkpoint else ():
             log.warning("%s", line)
         return PreparedTask(task=task, stream=stream, prompts=prompts, sampling=sampling, setting=setting, rules=rules)
+
+    def _make_renderer(self, room: int) -> Renderer:
+        """Returns what turns messages into prompts of at most `room` tokens. Raises if the system text is longer."""
+        o = self.options
+        if self.tokenizer is None:
+            return ServerRenderer()
+        renderer = PromptRenderer(
+            self.tokenizer, o.template, o.system, None if o.call_format == "auto" else o.call_format
+        )
+        renderer.check_system(room)
+        return renderer
 
     def _make_rules(self, task: Task) -> ConversationRules | None:
         """Returns the rules of a task's conversations; None if the task has neither tools nor an environment.

@@ -18,6 +18,8 @@ Scores = Sequence[Sequence[float]]
 
 # 97.5% quantile of the normal distribution: 95% lie between -Z and Z.
 Z = 1.959963984540054
+# A mean over fewer problems has no interval: Student's would be wider than all that the scores can be.
+MIN_PROBLEMS = 5
 # Draws of a bootstrap.
 NUM_RESAMPLES = 2000
 # Draws of a sign-flip test.
@@ -62,15 +64,15 @@ def accuracy_interval(scores: Scores) -> tuple[float, float]:
 def mean_interval(scores: Scores) -> tuple[float, float] | None:
     """Returns the 95% interval (low, high) of the mean over problems of scores that may be any numbers.
 
-    It is Student's over the means of the problems, so it is wide for few problems. None if fewer than two have scores:
-    one problem does not tell how much problems differ.
+    It is Student's over the means of the problems, so it is wide for few problems. None if fewer than MIN_PROBLEMS have
+    scores: they hardly tell how much problems differ, and two of 0 and 1 would have an interval from -5.9 to 6.9.
 
-    >>> [round(x, 3) for x in mean_interval([[0.5], [0.7], [0.9]])]
-    [0.203, 1.197]
+    >>> [round(x, 3) for x in mean_interval([[0.5], [0.6], [0.7], [0.8], [0.9]])]
+    [0.504, 0.896]
     """
     means = [mean(row) for row in scores if row]
     n = len(means)
-    if n < 2:
+    if n < MIN_PROBLEMS:
         return None
     centre = mean(means)
     variance = math.fsum((m - centre) ** 2 for m in means) / (n - 1) / n

@@ -1,6 +1,7 @@
 """Requests to a judge's server: limits on how many, retries with pauses, the key, and the cache of replies.
 
-The key is sent to the server and appears nowhere else: not in messages and not in the cache.
+The key is sent to the server and appears nowhere else: not in messages and not in the cache. A server may repeat it,
+also in another form, such as base64.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, TypeVar
@@ -29,6 +31,7 @@ from cohort.system.http_text import (
     parse_json,
     parse_retry_after,
 )
+from cohort.system.secrets import Secrets
 from cohort.tasks.draws import Draws
 
 FIRST_PAUSE_SECONDS = 1.0  # after the first failed try; it doubles with each
@@ -147,25 +150,28 @@ class Service:
         at the same moment, and the same request behaves the same each time.
         """
         key = read_key(self.config.key)
+        secrets = Secrets([self.config.key] if key else [], label="key")
         draws = Draws("judge pause", digest_request(self.config.url, body))
         sent = body
-        for n in range(self.config.retries + 1):
-            try:
-                # Entered before the wait for a place: the next request uses the connection of one that has ended.
-                with state.pool.keep_open():
-                    text = await self._send(state, sent, key)
-                return read(text), text
-            except RetryableError as error:
-                if n == self.config.retries:
-                    raise self._make_final_error(n + 1, error) from error
-                if isinstance(error, UnreadableReply):
-                    *before, last = body["messages"]
-                    sent = body | {"messages": [*before, {**last, "content": f"{last['content']}\n\n{reminder}"}]}
-                    continue
-                usual = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**n)
-                asked = error.pause_seconds or 0.0
-                # A pause that the server asks for is never shortened.
-                await self.clock.sleep(max(asked, usual / 2) + draws.below(1000) / 1000 * usual / 2)
+        with explaining_cancellation() as failures:
+            for n in range(self.config.retries + 1):
+                try:
+                    # Entered before the wait for a place: the next request uses the connection of one that has ended.
+                    with state.pool.keep_open():
+                        text = await self._send(state, sent, key, secrets)
+                    return read(text), text
+                except RetryableError as error:
+                    failures.append(error)
+                    if n == self.config.retries:
+                        raise self._make_final_error(n + 1, error) from error
+                    if isinstance(error, UnreadableReply):
+                        *before, last = body["messages"]
+                        sent = body | {"messages": [*before, {**last, "content": f"{last['content']}\n\n{reminder}"}]}
+                        continue
+                    usual = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**n)
+                    asked = error.pause_seconds or 0.0
+                    # A pause that the server asks for is never shortened.
+                    await self.clock.sleep(max(asked, usual / 2) + draws.below(1000) / 1000 * usual / 2)
         raise AssertionError("the last try returns or raises")
 
     def _make_final_error(self, tries: int, error: RetryableError) -> ServiceError:
@@ -177,8 +183,8 @@ class Service:
             remedy = "Make sure that the server runs and is not overloaded: lower its load with requests_per_minute"
         return ServiceError(f"the judge at {self.config.url} failed {times}; the last error was: {error}. {remedy}.")
 
-    async def _send(self, state: LoopState, body: dict[str, Any], key: str) -> str:
-        """Sends a request once and returns the text of the reply, with [key] for the key.
+    async def _send(self, state: LoopState, body: dict[str, Any], key: str, secrets: Secrets) -> str:
+        """Sends a request once and returns the text of the reply, from which `secrets`, the key, are removed.
 
         Raises RetryableError if another try may succeed, ServiceError if not.
         """
@@ -203,24 +209,24 @@ class Service:
             except EOFError as error:
                 raise RetryableError("the connection ended before the reply did", unreachable=True) from error
             except (OSError, ValueError) as error:
-                words = clean_text(f"{type(error).__name__}: {error}".removesuffix(": "), key)
+                words = clean_text(secrets.remove_from(f"{type(error).__name__}: {error}".removesuffix(": ")))
                 raise RetryableError(words, unreachable=True) from error
-        text = read_content(self._read_json(reply, key), body)
-        return text.replace(key, "[key]") if key else text
+        return secrets.remove_from(read_content(self._read_json(reply, secrets), body))
 
-    def _read_json(self, reply: HttpReply, key: str) -> Any:
+    def _read_json(self, reply: HttpReply, secrets: Secrets) -> Any:
         """Returns the JSON value of a reply. Raises as `_send` does for one that reports an error or is no JSON."""
         value, status = parse_json(reply.data), reply.status
         if 200 <= status < 300:
             if value is None:
-                start = clean_text(reply.data[:80].decode(errors="replace"), key)
+                # Removed before it is cut: a part of a key would not be found.
+                start = clean_text(secrets.remove_from(reply.data.decode(errors="replace"))[:80])
                 raise RetryableError(f'a reply of {len(reply.data)} bytes that is no JSON: "{start}"')
             # Some servers report an error with status 200; its code then takes the place of the status.
             error = value.get("error") if isinstance(value, dict) else None
             if not error:
                 return value
             status = error["code"] if isinstance(error, dict) and isinstance(error.get("code"), int) else 500
-        words = clean_text(f"{status} {find_error_message(value, reply)}", key)
+        words = clean_text(secrets.remove_from(f"{status} {find_error_message(value, reply)}"))
         if status not in RETRYABLE_STATUSES and status < 500:
             raise_refusal(self.config, status, words)
         pause = parse_retry_after(reply.retry_after)
@@ -230,6 +236,21 @@ class Service:
                 "limit of your account, or lower requests_per_minute of the judge."
             )
         raise RetryableError(words, pause_seconds=pause)
+
+
+@contextmanager
+def explaining_cancellation() -> Iterator[list[RetryableError]]:
+    """Yields a list of failed tries. If the block is cancelled, the last of them is added to the exception as a note.
+
+    The scoring worker, which cancels what is over its time, shows the note.
+    """
+    failures: list[RetryableError] = []
+    try:
+        yield failures
+    except asyncio.CancelledError as error:
+        if failures:
+            error.add_note(f"the judge's last error was: {failures[-1]}")
+        raise
 
 
 @cache

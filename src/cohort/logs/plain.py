@@ -46,7 +46,10 @@ class PlainView:
 
     def show_evaluation(self, evaluation: Evaluation) -> None:
         """Prints one line with the held-out accuracy or reward and its 95% interval."""
-        own = ", ".join(f"{label} {value:.3f}" for label, value in evaluation.accuracies.items())
+        values = evaluation.list_own_values()
+        # Where all tasks are measured alike, the beginning of the line says how.
+        is_alike = {measure for _, measure, _ in values} <= {evaluation.measure}
+        own = ", ".join(f"{label} {'' if is_alike else f'{measure} '}{value:.3f}" for label, measure, value in values)
         self._write(
             f"{evaluation.title} {evaluation.value:.3f} ({evaluation.format_interval()})"
             f" at step {evaluation.step}, {evaluation.setting.num_problems} problems{own and f': {own}'}"

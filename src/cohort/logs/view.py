@@ -113,9 +113,10 @@ class Summary:
         is_old = b.step < self.step
         steps = [f" at step {e.step}" if is_old else "" for e in (a, b)]
         late = f"; step {self.step} is not evaluated" if is_old else ""
+        intervals = f"95% intervals {a.format_interval()} -> {b.format_interval()}"
         return [
             f"{b.title} {a.value:.2f}{steps[0]} -> {b.value:.2f}{steps[1]}{late}",
-            f"95% intervals {a.format_interval()} -> {b.format_interval()},"
+            f"{b.format_interval() if b.low is None else intervals},"
             f" {b.setting.num_problems} problems x {b.setting.num_samples}",
         ]
 

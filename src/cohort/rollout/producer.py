@@ -466,6 +466,6 @@ def stop_if_many_failed(failures: Sequence[str], num_samples: int, then: str) ->
     """
     if len(failures) > MAX_FAILED_SHARE * num_samples:
         raise TrainingStopped(
-            f"{len(failures)} of {num_samples} samples could not be scored, which is more than {MAX_FAILED_SHARE:.0%}. "
-            f"The first reason: {failures[0]}. Repair that, then {then}."
+            f"{failures[0]} ({len(failures)} of {num_samples} samples could not be scored, and at most "
+            f"{MAX_FAILED_SHARE:.0%} may fail; this is the first reason). Repair that, then {then}."
         )

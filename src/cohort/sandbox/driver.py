@@ -18,6 +18,7 @@ import types
 from typing import Any
 
 RESULTS = 3  # file descriptor
+MAX_DECIMAL_BITS = 10_000  # of a whole number that is written in decimal digits
 MAX_ERROR = 300  # characters of an error
 MAX_ITEMS = 10_000
 """Members of all containers of a value. Keys can be chosen so that a dict of n of them takes n^2 steps to build."""
@@ -34,7 +35,8 @@ def encode_value(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return int(value)
+        # Python refuses to write or read thousands of decimal digits.
+        return int(value) if int(value).bit_length() <= MAX_DECIMAL_BITS else {"int": hex(value)}
     if isinstance(value, str):
         return str(value)
     if isinstance(value, float):
@@ -74,6 +76,8 @@ def _decode(data: Any, left: list[int]) -> Any:
     [(name, content)] = data.items()
     if name == "float":
         return float(content)
+    if name == "int":
+        return int(content, 16)
     if name == "complex":
         return complex(float(content[0]), float(content[1]))
     if name == "bytes":
@@ -142,13 +146,7 @@ def main(path: str) -> None:
     write_result("loaded")
     request = json.loads(read_line())
     for number, call in enumerate(request["calls"]):
-        result = do_call(module, call)
-        try:
-            text = json.dumps(result)
-        # Numbers with too many digits have no text.
-        except ValueError as error:
-            text = json.dumps({"error": f"the result cannot be written: {error}"[:MAX_ERROR]})
-        write_result(f"{request['word']} {number} {text}")
+        write_result(f"{request['word']} {number} {json.dumps(do_call(module, call))}")
     sys.stdout.flush()
     # Threads and exit handlers of the program have no say any more.
     os._exit(0)

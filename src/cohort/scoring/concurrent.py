@@ -72,7 +72,9 @@ class ConcurrentServer:
             result = error
             # A grader may raise a TimeoutError of its own, and cannot cancel this task.
             if isinstance(error, TimeoutError) and limit.expired():
-                result = TimeoutError(f"no score within {seconds:g} s (--scoring.seconds)")
+                # What was cancelled may say why it took so long, such as a judge that was asked again and again.
+                notes = "".join(f"; {note}" for note in getattr(error.__cause__, "__notes__", ()))
+                result = TimeoutError(f"no score within {seconds:g} s (--scoring.seconds){notes}")
         reply = replace(self.make_reply(item, result), seconds=time.monotonic() - began, num_stuck=self.num_stuck)
         # If the grader forked and its child returned to here, the child must not send a second reply.
         if os.getpid() != self.pid:

@@ -17,11 +17,15 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cohort.errors import RunError, TaskError
 from cohort.scoring.base import Pool, Ranks
 from cohort.scoring.wire import answer_to_list
-from cohort.system.json_text import parse_json
+from cohort.system.json_text import make_record, parse_json
 from cohort.tasks.environment import Past
+from cohort.tasks.parts import PartRules, check_parts
 from cohort.types import Answer, Outcome, Row
+
+METRICS = "metrics.jsonl"  # the file beside it that has a line once a run has done anything
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,15 @@ class OutcomeJournal:
         self._new: list[tuple[str, list[Outcome]]] = []  # that other ranks have not been told
         self._file: int | None = None
         if path is not None:
+            if path.is_dir():
+                raise RunError(f"{path} is a folder, but it must be the file of outcomes: move it away, then resume")
+            metrics = path.parent / METRICS
+            if not path.exists() and metrics.is_file() and metrics.stat().st_size:
+                log.warning(
+                    "%s is missing, though the run has steps: their answers are scored again, and may get other "
+                    "scores than before; put the file back if you have it",
+                    path,
+                )
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._read(path)
 
@@ -52,7 +65,7 @@ class OutcomeJournal:
             try:
                 key, outcomes = parse_json(line)
                 self._known[str(key)] = [_read_outcome(fields) for fields in outcomes]
-            except (ValueError, TypeError, AttributeError):
+            except (ValueError, TypeError):
                 num_bad += 1
         if num_bad:
             log.warning("%s: %d lines cannot be read; their answers are scored again", path, num_bad)
@@ -108,12 +121,15 @@ def _outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
     return {name: value for name, value in asdict(outcome).items() if value != empty[name]}
 
 
-def _read_outcome(fields: dict[str, Any]) -> Outcome:
-    """Returns the outcome that `_outcome_to_dict` wrote. Raises TypeError or ValueError for other fields."""
-    if not all(type(number) is float and math.isfinite(number) for number in fields.get("parts", {}).values()):
+def _read_outcome(fields: Any) -> Outcome:
+    """Returns the outcome that `_outcome_to_dict` wrote. Raises ValueError for anything else, and for a failure."""
+    outcome: Outcome = make_record(Outcome, fields)
+    numbers = [*outcome.parts.values(), outcome.cost, outcome.earned]
+    if not all(type(number) is float and math.isfinite(number) for number in numbers):
         raise ValueError("a part is no number")
-    stand_in = fields.get("stand_in")
-    return Outcome(**{**fields, "stand_in": Answer(**stand_in) if stand_in else None})
+    if outcome.failure or outcome.crashed or not (outcome.parts or outcome.replies):
+        raise ValueError("it is no score")
+    return outcome
 
 
 @dataclass(slots=True)
@@ -133,8 +149,9 @@ class JournaledPool(Pool):
     decide which of two scores an answer gets.
     """
 
-    def __init__(self, pool: Pool, identity: str) -> None:
+    def __init__(self, pool: Pool, identity: str, rules: PartRules | None = None) -> None:
         self.pool = pool
+        self.rules = rules  # what the parts of a score are; None = any
         self.scores_groups = pool.scores_groups
         self.conversation = pool.conversation
         # What decides a score besides row and answers: the grader's code and the task's settings.
@@ -187,8 +204,8 @@ class JournaledPool(Pool):
         text = json.dumps([self.identity, content], sort_keys=True)
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         known = self.journal.find(key) if self.journal is not None else None
-        # A damaged line may have another number of outcomes.
-        if known is not None and len(known) == max(1, size):
+        # A damaged line may have another number of outcomes, or other parts.
+        if known is not None and len(known) == max(1, size) and all(map(self._fits, known)):
             self._done += _name_outcomes(id, size, known)
             return ""
         if id in self._by_id:
@@ -203,6 +220,16 @@ class JournaledPool(Pool):
         self._by_key[key] = inner
         self._by_id[id] = inner
         return inner
+
+    def _fits(self, outcome: Outcome) -> bool:
+        """Returns whether an outcome of the journal has parts that the task declares, or goes on without any."""
+        if self.rules is None or (outcome.replies and not outcome.parts):
+            return True
+        try:
+            check_parts("", "", self.rules.parts, self.rules.accuracy, outcome.parts, self.rules.optional)
+        except TaskError:
+            return False
+        return True
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Outcome]]:
         """Returns the outcomes that have finished. They are in the journal by then. See `Pool.poll`."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.scoring.guard import END_SECONDS
-from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 from cohort.system.json_text import parse_json
+from cohort.system.secrets import Secrets
 
 # Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
 # many names to be listed.
@@ -41,6 +41,11 @@ def make_worker_environment(names: Iterable[str] = ()) -> dict[str, str]:
     source_folder = str(Path(__file__).resolve().parents[2])
     fixed = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "PYTHONPATH": source_folder}
     return kept | fixed | dict.fromkeys(THREAD_VARIABLES, "1")
+
+
+def is_reserved(name: str) -> bool:
+    """Returns whether workers have an environment variable in any case, or must not have the user's own value of it."""
+    return name.startswith("PYTHON") or name in (*ALLOWED_VARIABLES, *THREAD_VARIABLES)
 
 
 # Signals that end a process because of its own work: its CPU limits, or a stack or heap that is used up. SIGKILL is not

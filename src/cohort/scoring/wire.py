@@ -19,7 +19,7 @@ from cohort.errors import TaskError
 from cohort.system.json_text import parse_json, show_value
 from cohort.tasks.conversation import ConversationRules
 from cohort.tasks.environment import AgainRules, Past
-from cohort.tasks.parts import NO_PART, check_parts
+from cohort.tasks.parts import MAX_NUMBER, NO_PART, check_parts
 from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Finish, Key, Message, Outcome, Row
 
@@ -307,10 +307,10 @@ def check_environment_reply(name: str, row_id: str, reply: Reply) -> None:
                 '"user" or "tool"'
             )
     for what, value in (("cost", reply.cost), ("earned", reply.earned)):
-        if not math.isfinite(value):
+        if not abs(value) <= MAX_NUMBER:
             raise TaskError(
-                f"{where} returned {value} as {what}; the {what} of what its method `step` returns must be a finite "
-                "number"
+                f"{where} returned {value:g} as {what}; the {what} of what its method `step` returns must be a finite "
+                f"number between {-MAX_NUMBER:g} and {MAX_NUMBER:g}"
             )
     if not all(type(count) is int and count >= 0 for count in reply.calls.values()):
         raise TaskError(f"{where} returned the calls {show_value(reply.calls)}, which are no numbers")

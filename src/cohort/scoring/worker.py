@@ -26,9 +26,9 @@ from cohort import sandbox
 from cohort.errors import CohortError, ServiceError, TaskError, UserCodeError
 from cohort.scoring.concurrent import STACK_BYTES, ConcurrentServer
 from cohort.scoring.guard import start_guard
-from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_FAILURE, MAX_PRINTED, Hello, Item, Limits, Ready, Reply
 from cohort.system.kernel import limit_memory, measure_peak_memory, set_soft_limit
+from cohort.system.secrets import Secrets
 from cohort.tasks.base import MAX_REASON, Task
 from cohort.tasks.calls import describe_columns
 from cohort.tasks.conversation import ConversationEnvironment
@@ -150,13 +150,25 @@ def make_reply(item: Item, result: Outcome | Sequence[Outcome] | BaseException, 
     if isinstance(result, MemoryError):
         return Reply(number=number, memory=describe_error(result, printed))
     if isinstance(result, BaseException):
-        # A column that the row does not have is the most frequent mistake.
-        columns = f"; the row's {describe_columns(item.row)}" if isinstance(result, KeyError) else ""
+        more = explain_missing_key(result, item) if isinstance(result, KeyError) else ""
         lasting = isinstance(result, ServiceError) and result.lasting
-        return Reply(number=number, failure=describe_error(result, printed, columns), lasting=lasting)
+        return Reply(number=number, failure=describe_error(result, printed, more), lasting=lasting)
     if isinstance(result, Outcome):
         return Reply(number=number, parts=result.parts, reason=result.reason)
     return Reply(number=number, group=[[outcome.parts, outcome.reason] for outcome in result])
+
+
+def explain_missing_key(error: KeyError, item: Item) -> str:
+    """Returns the end of a message about a KeyError: how a grader gets a variable, or else the row's columns.
+
+    A variable that this process was not given, and a column that the row does not have, are frequent mistakes.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    # Python's own modules may be frozen, and then have no file.
+    is_variable = bool(frames) and frames[-1].filename in (os.__file__, "<frozen os>")
+    if is_variable and error.args and isinstance(error.args[0], str):
+        return f"; graders have no variables of your environment but those you name: --scoring.env {error.args[0]}"
+    return f"; the row's {describe_columns(item.row)}"
 
 
 def make_step_reply(task: Task, item: Item, step: Step) -> Reply:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cohort.errors import RunError
 from cohort.evaluation.records import Evaluation
+from cohort.evaluation.statistics import mean
 from cohort.logs.escape import escape_line
 from cohort.run.directory import load_evaluation
 from cohort.run.store.reader import Reader
@@ -19,6 +20,7 @@ from cohort.sweep.rules import ACCURACY
 from cohort.sweep.table import make_table
 from cohort.system.disk import write_atomically
 
+REWARD_STEPS = 5  # over which the training reward of a run is averaged
 _MAX_WHY = 300  # characters of a reason in the table
 
 
@@ -40,12 +42,12 @@ def load_record(directory: SweepDirectory, run: PlannedRun) -> RunRecord:
         if not (path / "config.yaml").is_file():
             raise RunError("its folder, or the config.yaml in it, is gone")
         evaluation = _load_evaluation(path, result.step)
-        loss = None if evaluation is not None else _read_loss(path, result.step)
+        loss, reward = (None, None) if evaluation is not None else _read_training(path, result.step)
     except RunError as error:
         # The table has no paths of this machine.
         why = escape_line(" ".join(str(error).replace(f"{directory.path}/", "").split()), _MAX_WHY)
         return RunRecord(run=run, result=RunResult(state="missing", why=why))
-    return RunRecord(run=run, result=result, evaluation=evaluation, loss=loss)
+    return RunRecord(run=run, result=result, evaluation=evaluation, loss=loss, training_reward=reward)
 
 
 def _load_evaluation(path: Path, step: int) -> Evaluation | None:
@@ -66,11 +68,18 @@ def _load_evaluation(path: Path, step: int) -> Evaluation | None:
     return None
 
 
-def _read_loss(path: Path, step: int) -> float | None:
-    """Returns the loss of a run in its last step; None if that is not known or not a number."""
+def _read_training(path: Path, step: int) -> tuple[float | None, float | None]:
+    """Returns the loss of a run in its last step, and its mean reward over the last REWARD_STEPS steps.
+
+    Either is None if it is not known or not a number: a run of supervised fine-tuning has no rewards.
+    """
     with Reader(path / "run.db", once=True) as reader:
         loss = reader.read_series("loss").get(step, math.nan)
-    return loss if math.isfinite(loss) else None
+        rewards = reader.read_series("reward/mean")
+    # One step has few prompts, and says little.
+    last = [reward for at, reward in rewards.items() if step - REWARD_STEPS < at <= step]
+    reward = mean(last) if last else math.nan
+    return loss if math.isfinite(loss) else None, reward if math.isfinite(reward) else None
 
 
 def write_table(directory: SweepDirectory, table: SweepTable) -> None:

@@ -22,7 +22,10 @@ def make_notes(
     `obstacle` says how the combinations were evaluated, if therefore none can be called the best; "" = one can.
     """
     has_results = any(row.num_seeds for row in combinations)
-    notes = [_describe_choice(plan, split) if has_results else "No run has a result, so nothing is chosen."]
+    has_rewards = any(row.training_reward is not None for row in combinations)
+    notes = [
+        _describe_choice(plan, split, has_rewards) if has_results else "No run has a result, so nothing is chosen."
+    ]
     if obstacle:
         notes = [f"The combinations were evaluated {obstacle}: none can be called best."]
     if any(row.low is not None for row in combinations):
@@ -52,8 +55,11 @@ def note_undecided(records: Sequence[RunRecord]) -> list[str]:
     return [f"The rule {rule} decided nothing in {num}, which do not have its metric." for rule, num in counts.items()]
 
 
-def _describe_choice(plan: Plan, split: str) -> str:
-    """Returns on which problems the choice was made, and what that means for the winner's result."""
+def _describe_choice(plan: Plan, split: str, has_rewards: bool) -> str:
+    """Returns on which problems the choice was made, and what that means for the winner's result.
+
+    `has_rewards` = runs that were not evaluated have training rewards.
+    """
     if split == "validation":
         return (
             "The choice was made on the validation split, which no run was trained on. The result of the winner is "
@@ -64,6 +70,11 @@ def _describe_choice(plan: Plan, split: str) -> str:
         return (
             f"The choice was made on the test split{why}, so the result of the winner is too good, and no problems "
             "are left to measure it."
+        )
+    if has_rewards:
+        return (
+            "No run was evaluated, so nothing is chosen. The training reward is the mean of the last steps, on prompts "
+            "that were trained on: --eval.split validation keeps some problems apart."
         )
     return "No run was evaluated, so nothing is chosen. The loss of training does not say which model is better."
 

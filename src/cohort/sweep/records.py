@@ -23,6 +23,7 @@ class RunRow:
     accuracy: float | None  # of its last evaluation; None = it has none
     reward: float | None = None  # the mean reward of its last evaluation, where the task has no accuracy
     loss: float | None = None  # of the last step, for runs that are not evaluated
+    training_reward: float | None = None  # the same, of the last few steps, where samples have rewards
     why: str = ""  # the rule that stopped it, the last line of its error, or what is missing
     eval_command: list[str] = field(default_factory=list)  # words that evaluate it; RUN stands for its name
 
@@ -58,6 +59,7 @@ class CombinationRow:
     low: float | None  # of the 95% interval
     high: float | None
     loss: float | None = None
+    training_reward: float | None = None
     is_best: bool = False
     difference: PairedDifference | None = None  # to the best; None = it is the best, or they cannot be compared
 
@@ -112,6 +114,7 @@ class RunRecord:
     result: RunResult | None = None  # None = it has not ended
     evaluation: Evaluation | None = None  # its last one
     loss: float | None = None  # of its last step, if it is not evaluated
+    training_reward: float | None = None  # of its last few steps, if it is not evaluated and samples have rewards
 
     @property
     def has_result(self) -> bool:

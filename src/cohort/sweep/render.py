@@ -11,6 +11,7 @@ from cohort.logs.numbers import format_compact
 from cohort.sweep.notes import describe_best
 from cohort.sweep.records import CombinationRow, PairedDifference, RunRow, SweepTable
 
+TRAINING_REWARD = "training reward"
 _MAX_CELL = 300  # characters
 _MAX_COMMAND = 2000
 _MEASURE_NOTE = (
@@ -47,12 +48,14 @@ def make_combination_cells(table: SweepTable, digits: int = 3) -> CellTable:
 
 
 def _find_measure(table: SweepTable) -> str:
-    """Returns what the runs are measured by: "accuracy" or "reward", "loss" if none is evaluated, "" without a result.
+    """Returns what the runs are measured by: "accuracy" or "reward"; "" without a result.
 
-    The loss is that of training.
+    If none is evaluated, it is the "training reward" or, where samples have no rewards, the "loss" of training.
     """
     if table.measure:
         return table.measure
+    if any(row.training_reward is not None for row in table.runs):
+        return TRAINING_REWARD
     return "loss" if any(row.state in ("done", "stopped") for row in table.runs) else ""
 
 
@@ -111,7 +114,7 @@ def _make_combination_cells(row: CombinationRow, table: SweepTable, measure: str
     seeds = str(row.num_seeds) if row.num_seeds == len(table.seeds) else f"{row.num_seeds} of {len(table.seeds)}"
     cells = [*row.settings.values(), seeds]
     if not table.measure:
-        return [*cells, *([_format_number(row.loss)] if measure else [])]
+        return [*cells, *([_format_training(row, measure)] if measure else [])]
     mark = "*" if row.num_stopped else ""
     value = "-" if row.value is None else f"{row.value:.{digits}f}{mark}"
     cells += [value, _format_interval(row.low, row.high, digits)]
@@ -134,13 +137,18 @@ def _format_interval(low: float | None, high: float | None, digits: int) -> str:
     return "-" if low is None or high is None else f"{low:.{digits}f} to {high:.{digits}f}"
 
 
+def _format_training(row: CombinationRow | RunRow, measure: str) -> str:
+    """Returns the training reward or the loss of a row as text."""
+    return _format_number(row.training_reward if measure == TRAINING_REWARD else row.loss)
+
+
 def _format_number(value: float | None) -> str:
     """Returns a number as text; "-" if there is none."""
     return "-" if value is None else format_compact(value)
 
 
 def make_run_cells(table: SweepTable) -> CellTable:
-    """Returns one row per run: its name, how it ended, its last step and its accuracy, reward or loss."""
+    """Returns one row per run: its name, how it ended, its last step, and what it is measured by."""
     measure = _find_measure(table)
     return CellTable(
         header=["run", "state", "step", *([measure] if measure else []), "why"],
@@ -151,7 +159,7 @@ def make_run_cells(table: SweepTable) -> CellTable:
 def _make_run_row_cells(row: RunRow, measure: str) -> list[str]:
     """Returns the cells of a run."""
     value = "-" if row.value is None else f"{row.value:.3f}" + ("*" if row.state == "stopped" else "")
-    number = value if measure in ("accuracy", "reward") else _format_number(row.loss)
+    number = value if measure in ("accuracy", "reward") else _format_training(row, measure)
     return [row.name, row.state, str(row.step), *([number] if measure else []), row.why]
 
 

@@ -73,6 +73,7 @@ def _make_run_row(record: RunRecord) -> RunRow:
         accuracy=None if record.evaluation is None else record.evaluation.accuracy,
         reward=None if record.evaluation is None else record.evaluation.reward,
         loss=record.loss,
+        training_reward=record.training_reward,
         why="" if result is None else result.why,
         eval_command=[] if result is None else result.eval_command,
     )
@@ -141,9 +142,10 @@ def _make_combination_row(
     low, high = ends or (None, None)
     value = _mean_value(found) if found else None
     losses = [r.loss for r in group if r.loss is not None]
+    rewards = [r.training_reward for r in group if r.training_reward is not None]
     return CombinationRow(
         settings={name: format_value(value) for name, value in group[0].run.values.items()},
-        num_seeds=len(found) or len(losses),
+        num_seeds=len(found) or max(len(losses), len(rewards)),
         num_stopped=sum(r.result is not None and r.result.state == "stopped" for r in found.values()),
         num_problems=len(ids),
         accuracy=value if is_share else None,
@@ -151,6 +153,7 @@ def _make_combination_row(
         low=low,
         high=high,
         loss=mean(losses) if losses else None,
+        training_reward=mean(rewards) if rewards else None,
         is_best=is_best,
         difference=difference,
     )

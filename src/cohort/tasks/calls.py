@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from cohort.tasks.base import Task
 
 
+def is_mixture(task: Any) -> bool:
+    """Returns whether the rows of a task belong to other tasks."""
+    return hasattr(task, "for_row")
+
+
 def resolve_row(task: Any, row: Row) -> tuple[Any, Row]:
     """Returns the task that a row belongs to, and the row as that task knows it: a mixture has rows of other tasks.
 
     Any other task is returned itself, with the row unchanged.
     """
-    return task.for_row(row) if hasattr(task, "for_row") else (task, row)
+    return task.for_row(row) if is_mixture(task) else (task, row)
 
 
 def get_label(task: Any, row: Row) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import re
 from collections import Counter
@@ -31,9 +32,11 @@ from cohort.tasks.ref import TaskRef
 from cohort.types import Answer, Message, Outcome, Row
 from cohort.user_code import make_spec_absolute, split_spec
 
+log = logging.getLogger(__name__)
+
 NAME = "mix"
-# A task's name, perhaps with the path of a file before it, and its settings as JSON.
-_ENTRY = re.compile(r"(?P<spec>.*?\.py:[^{]*|[^{]*)(?P<settings>\{.*\})?", re.DOTALL)
+# A task's name, perhaps with the path of a file before it. Only a path may have braces, and settings have quotes.
+_SPEC = re.compile(r"[^{}]+|.*\.py:[^{}\":/]+", re.DOTALL)
 # What JSON may have for a setting, by the type of its default. Others are checked by the task itself.
 _JSON_TYPES: dict[type, tuple[type, ...]] = {
     bool: (bool,),
@@ -67,7 +70,8 @@ class Mix:
         require(NAME, not self.shares or any(self.shares), "a share above 0: with all shares 0 nothing is trained on")
         total = sum(make_weights(self.shares)) if self.shares else num
         rounder = (
-            f"simpler shares: {_list_numbers(self.shares)} repeat only after {total:,} prompts, not {MAX_PATTERN:,}"
+            f"shares whose sum in whole numbers is at most {MAX_PATTERN:,}, such as 2 1 or 0.25 0.75; "
+            f"{_list_numbers(self.shares)} has {total:,}, so round them"
         )
         require(NAME, total <= MAX_PATTERN, rounder)
 
@@ -167,6 +171,7 @@ class Mix:
         """
         is_used = {label: split != "train" or weight > 0 for label, weight in self.weights.items()}
         waiting = {label: self._read_rows(label, split) for label, used in is_used.items() if used}
+        is_first = True
         while waiting:
             for label in list(waiting):
                 row = next(waiting[label], None)
@@ -174,6 +179,23 @@ class Mix:
                     del waiting[label]
                 else:
                     yield row
+            if is_first and split == "test":
+                self._note_without_tests([label for label in self.own_tasks if label not in waiting], bool(waiting))
+            is_first = False
+
+    def _note_without_tests(self, labels: Sequence[str], others: bool) -> None:
+        """Says once which tasks have no test rows; `others` = some have. If none has, others say that already."""
+        for label in labels:
+            if label in self._noted or not (others or self.weights[label] == 0):
+                continue
+            self._noted.add(label)
+            what = "it is not evaluated" if self.weights[label] else "with the share 0 it is never used"
+            log.warning("mix: the task %s has no test rows: %s", label, what)
+
+    @cached_property
+    def _noted(self) -> set[str]:
+        """The tasks of which it was said that they have no test rows."""
+        return set()
 
     def _read_rows(self, label: str, split: str) -> Iterator[Row]:
         """Yields the rows of a task as rows of the mixture. Raises TaskError if there are none to train on."""
@@ -308,20 +330,28 @@ def _check_types(cls: type, settings: Mapping[str, Any]) -> None:
 
 
 def _split_entry(entry: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name of an entry, and its settings. Raises TaskError if these are no JSON object."""
-    found = _ENTRY.fullmatch(entry)
+    """Returns the name of an entry, and its settings. Raises TaskError if these are no JSON object.
+
+    The settings are the JSON object at the end. Values in it may name files themselves, and so may look like a name.
+    """
     remedy = "write a name, or a name and settings as JSON: 'countdown{\"max_numbers\": 3}'"
-    if found is None or not found["spec"].strip():
+    text = entry.strip()
+    if _SPEC.fullmatch(text):
+        return text, {}
+    failure: ValueError | None = None
+    for place in (match.start() for match in re.finditer(r"\{", text)):
+        spec = text[:place].strip()
+        if not text.endswith("}") or not _SPEC.fullmatch(spec):
+            continue
+        try:
+            settings: dict[str, Any] = parse_json(text[place:])
+            return spec, settings
+        except ValueError as error:
+            # The brace may be one of a path.
+            failure = error
+    if failure is None:
         raise TaskError(f"mix: the entry {entry!r} of --task.tasks is no task; {remedy}")
-    if not found["settings"]:
-        return found["spec"].strip(), {}
-    try:
-        settings: dict[str, Any] = parse_json(found["settings"])
-    except ValueError as error:
-        raise TaskError(
-            f"mix: the settings in the entry {entry} of --task.tasks are no JSON ({error}); {remedy}"
-        ) from None
-    return found["spec"].strip(), settings
+    raise TaskError(f"mix: the settings in the entry {entry} of --task.tasks are no JSON ({failure}); {remedy}")
 
 
 def _make_absolute(entry: str) -> str:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -14,6 +15,8 @@ from cohort.errors import TaskError
 
 ACCURACY = "correct"  # the accuracy of a task that does not name it
 SCORE = "score"  # the one part of a task that has no accuracy and names no parts
+# The largest number of a part. Squares and sums of many larger ones would not be finite in the update.
+MAX_NUMBER = 1e12
 NO_PART = "no part of the reward applies to this answer"  # the failure of an answer for which every part is None
 _CONTINUOUS = "set accuracy = None in the class for a continuous reward"
 
@@ -73,8 +76,8 @@ def check_parts(
     `scored` is what the grader returned: a dict, or a number if the task has one part. `accuracy` is the name of the
     part that must be 0 or 1; None = there is none. With `optional` a part that is missing or None does not apply to the
     answer and is left out: {} if none applies. `name` and `row_id` are the task and the row, for messages. Raises
-    TaskError if `scored` is neither, for a missing or undeclared part, a value that is no finite number, and an
-    accuracy other than 0 and 1.
+    TaskError if `scored` is neither, for a missing or undeclared part, a value that is no finite number or is beyond
+    MAX_NUMBER, and an accuracy other than 0 and 1.
 
     >>> check_parts("t", "0", ("correct", "format"), "correct", {"format": 0.5, "correct": True})
     {'correct': 1.0, 'format': 0.5}
@@ -83,6 +86,8 @@ def check_parts(
     """
     where = f'task "{name}", row "{row_id}"'
     if len(declared) == 1 and _is_number(scored):
+        scored = {declared[0]: scored}
+    if not isinstance(scored, Mapping) and len(declared) == 1 and getattr(scored, "shape", None):
         scored = {declared[0]: scored}
     if not isinstance(scored, Mapping):
         bare = ", or a number if the task has one part" if _is_number(scored) else ""
@@ -127,20 +132,28 @@ def _describe_absent(
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value is a number: also a boolean, and a single number of numpy or torch."""
+    """Returns whether a value is a number: also a boolean, a Decimal, and a single number of numpy or torch."""
     # `Real` includes booleans and most numbers of numpy, but not its booleans and its arrays of no dimension.
-    return isinstance(value, Real) or (getattr(value, "shape", None) == () and isinstance(value.item(), Real))
+    return isinstance(value, Real | Decimal) or (getattr(value, "shape", None) == () and isinstance(value.item(), Real))
 
 
 def _read_number(where: str, part: str, value: Any) -> float:
     """Returns the value of a part as a float. Raises TaskError, beginning with `where`, if it is no finite number."""
     if not _is_number(value):
-        raise TaskError(f"{where}: method `score` gave {str(value)[:40]!r} for part {part!r}; return a number")
+        shape = getattr(value, "shape", None)
+        given = repr(str(value)[:40]) if shape is None else f"an array of shape {tuple(shape)}"
+        remedy = "return a number" + ("" if shape is None else ", as its method item() does for a single one")
+        raise TaskError(f"{where}: method `score` gave {given} for part {part!r}; {remedy}")
     try:
         number = float(value)
-    except OverflowError:
-        # An int too large for a float is refused below like infinity.
+    except (OverflowError, ValueError):
+        # An int too large for a float is refused below like infinity, and so is a signalling NaN of a Decimal.
         number = math.inf
     if not math.isfinite(number):
         raise TaskError(f"{where}: method `score` gave {number} (as a float) for {part!r}; return a finite number")
+    if abs(number) > MAX_NUMBER:
+        raise TaskError(
+            f"{where}: method `score` gave {number:g} for {part!r}; return a number between {-MAX_NUMBER:g} and "
+            f"{MAX_NUMBER:g}"
+        )
     return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ from cohort.cli.eval import format_evaluation
 from cohort.errors import ConfigError, RunError
 from cohort.evaluation.coefficients import list_coefficients, read_coefficients
 from cohort.evaluation.compare import compare
+from cohort.evaluation.evaluate import summarise
 from cohort.evaluation.records import EvalAnswer, EvalItem, Evaluation
 from cohort.evaluation.rejection import select_answers
 from cohort.evaluation.statistics import compare_paired, mean, mean_interval
+from cohort.logs.plain import PlainView
 from cohort.tasks.parts import NO_PART
 from cohort.types import Outcome
 from tests.helpers.evaluations import eval_setting, evaluation
@@ -56,12 +59,12 @@ def test_the_mean_reward_takes_the_place_of_the_accuracy():
     def grade(row, answer) -> Outcome:
         return Outcome(parts={"score": row["n"] + 0.5 * get_sample_index(answer), "brief": -2.0})
 
-    found = run_evaluation(grade, 3, 2, accuracy=None, coefficients={"brief": 0.5})
+    found = run_evaluation(grade, 5, 2, accuracy=None, coefficients={"brief": 0.5})
     # Rewards are n + 0.5 i - 1 for problem n and sample i.
     assert found.items[2].scores == [1.0, 1.5] and found.items[2].answers[0].correct is None
-    assert (found.accuracy, found.measure, found.value) == (None, "reward", pytest.approx(0.25, abs=1e-12))
-    assert (found.low, found.high) == mean_interval([[-1.0, -0.5], [0.0, 0.5], [1.0, 1.5]])
-    assert found.passes == [] and found.parts == {"score": 1.25, "brief": -2.0}
+    assert (found.accuracy, found.measure, found.value) == (None, "reward", pytest.approx(1.25, abs=1e-12))
+    assert (found.low, found.high) == mean_interval([[n - 1.0, n - 0.5] for n in range(5)])
+    assert found.passes == [] and found.parts == {"score": 2.25, "brief": -2.0}
     assert found.metrics["eval/reward"] == found.value and "eval/accuracy" not in found.metrics
     assert (found.metrics["eval/reward_low"], found.metrics["eval/reward_high"]) == (found.low, found.high)
     assert Evaluation.from_json(json.loads(json.dumps(found.to_json()))) == found
@@ -80,13 +83,15 @@ def test_a_part_that_not_every_answer_has_is_averaged_over_those_that_have_it():
     assert found.value == pytest.approx((5 + 19 * 3) / 20, abs=1e-12)
 
 
-def test_the_interval_is_students_over_problems_and_needs_two_of_them():
-    low, high = mean_interval([[1.0, 3.0], [4.0], [6.0]]) or (math.nan, math.nan)
-    # The means 2, 4, 6 have the standard error 2 / sqrt(3); 4.302653 is the quantile for two degrees of freedom.
-    assert (low, high) == (pytest.approx(4 - 4.302653 * 2 / 3**0.5, abs=1e-5), pytest.approx(8.968, abs=1e-3))
-    assert mean_interval([[1.0, 2.0], []]) is None
-    found = reward_evaluation({"a": [0.5]})
-    assert "0.500, no interval" in format_evaluation(found) and "eval/reward_low" not in found.metrics
+def test_the_interval_is_students_over_problems_and_needs_five_of_them():
+    low, high = mean_interval([[1.0, 3.0], [3.0], [4.0], [5.0], [6.0], []]) or (math.nan, math.nan)
+    # The means 2 to 6 have the standard error sqrt(2.5 / 5); 2.776445 is the quantile for four degrees of freedom.
+    half = 2.776445 * 0.5**0.5
+    assert (low, high) == (pytest.approx(4 - half, abs=1e-5), pytest.approx(4 + half, abs=1e-5))
+    assert mean_interval([[0.0], [1.0], [0.0], [1.0], []]) is None
+    found = reward_evaluation({"a": [0.0], "b": [1.0]})
+    said = "no interval: fewer than 5 problems"
+    assert f"0.500, {said}" in format_evaluation(found) and "eval/reward_low" not in found.metrics
 
 
 def test_rewards_are_compared_without_the_bounds_of_shares():
@@ -147,3 +152,32 @@ def test_an_evaluation_with_an_accuracy_is_stored_as_before_besides_the_new_fiel
             del answer["reward"]
     assert Evaluation.from_json(old) == found
     assert replace(found.setting, reward={"a": 1.0}) != found.setting
+
+
+def test_tasks_of_a_mixture_have_their_own_rewards_and_the_line_says_what_is_measured() -> None:
+    mixture = SimpleNamespace(
+        name="mix",
+        accuracy=None,
+        for_row=lambda row: (None, row),
+        get_label=lambda row: row["task"],
+        summary=lambda rows, parts: {"accuracy/sums": 0.5, "problems/sums": 2.0, "problems/essay": 1.0},
+    )
+    rewards = {"a": [1.0, 0.0], "b": [0.25], "c": [-2.0]}
+    rows = [{"id": "a", "task": "sums"}, {"id": "b", "task": "essay"}, {"id": "c", "task": "sums"}]
+    items = reward_evaluation(rewards).items
+    found = summarise(eval_setting(task="mix", num_problems=3), items, mixture, rows)  # type: ignore[arg-type]
+    assert {name: found.summary[name] for name in ("reward/sums", "reward/essay")} == {
+        "reward/sums": -0.75,
+        "reward/essay": 0.25,
+    }
+    assert found.metrics["eval/reward/essay"] == 0.25 and found.metrics["eval/accuracy/sums"] == 0.5
+    assert found.list_own_values() == [("sums", "accuracy", 0.5), ("essay", "reward", 0.25)]
+    same = replace(found, accuracy=0.4, reward=None, summary={"accuracy/sums": 0.5, "accuracy/words": 0.3})
+    shown = StringIO()
+    for each in (found, same):
+        PlainView(shown).show_evaluation(each)
+    lines = shown.getvalue().splitlines()
+    assert lines[0].endswith("3 problems: sums accuracy 0.500, essay reward 0.250")
+    assert lines[1].endswith("3 problems: sums 0.500, words 0.300")
+    single = SimpleNamespace(name="own", accuracy=None)
+    assert summarise(eval_setting(num_problems=3), items, single, rows).summary == {}  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import multiprocessing
@@ -10,7 +11,9 @@ import os
 import ssl
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,10 @@ import cohort
 from cohort.errors import CohortError, ServiceError
 from cohort.judge import cache, connection
 from cohort.judge.service import MAX_PAUSE_SECONDS, ServiceConfig, get_service
+from cohort.scoring.concurrent import ConcurrentServer
+from cohort.scoring.wire import Item, Limits, Reply
+from cohort.scoring.worker import make_reply
+from cohort.tasks.base import make_plain_answer
 from tests.helpers.fake_server import Behaviour, FakeServer, breaks_off, chat, fails, hangs_up, raw, resets
 from tests.helpers.judge_server import (
     KEY,
@@ -249,6 +256,30 @@ def test_proxies_of_the_environment_are_not_used(server: FakeServer, monkeypatch
     assert score(make_judge(server)) == 0.3
 
 
+def test_an_answer_that_runs_out_of_time_says_what_the_judge_said_last(
+    server: FakeServer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first pause is longer than the limit.
+    monkeypatch.setattr(clock, "sleep", lambda seconds: asyncio.Event().wait())
+    server.behaviours = [fails(503, {"error": {"message": "overloaded"}})]
+    judge = make_judge(server, cache=False)
+
+    class Judged:
+        name, parts, accuracy, optional_parts = "judged", ("score",), None, False
+
+        async def score(self, row: dict, answer: Any) -> Any:
+            return await judge.score("Write stars.", answer.text)
+
+    replies: list[Reply] = []
+    hello: Any = SimpleNamespace(limits=Limits(seconds=0.4))
+    worker = ConcurrentServer(Judged(), hello, replies.append, make_reply)  # type: ignore[arg-type]
+    item = Item(number=3, row={"id": "r"}, answer=make_plain_answer("***"))
+    asyncio.run(worker._score(item))
+    [reply] = replies
+    assert reply.failure.startswith("TimeoutError: no score within 0.4 s (--scoring.seconds); ")
+    assert "the judge's last error was: 503 overloaded" in reply.failure
+
+
 # ---- the key
 
 
@@ -272,6 +303,29 @@ def test_the_key_is_sent_and_appears_nowhere_else(
     for failure in (fails(500, b"sk-wrong-key-42"), raw(b"not JSON: sk-wrong-key-42")):
         server.behaviours = [failure]
         assert "sk-wrong" not in str(fail_to_score(make_judge(server, key="JUDGE_KEY", retries=0, cache=False)))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda key: base64.b64encode(f"user:{key}".encode()).decode(),
+        lambda key: key.encode().hex().upper(),
+        lambda key: json.dumps(key).replace("/", "\\/"),
+    ],
+)
+def test_a_coded_key_in_a_reply_is_not_kept(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Callable[[str], str]
+) -> None:
+    key = "sk-proj/0123456789"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    judge = make_judge(server, key="JUDGE_KEY", retries=0)
+    server.behaviours = [grades(words=f"I was sent {write(key)}.")]
+    verdict = asyncio.run(judge.score("Write stars.", "***"))
+    assert write(key)[4:-4] not in verdict.reason and "[key]" in verdict.reason
+    assert not any(write(key)[4:-4] in path.read_text() for path in (tmp_path / "cache").rglob("*.json"))
+    server.behaviours = [raw(b"no JSON: " + b"." * 55 + write(key).encode())]
+    error = fail_to_score(make_judge(server, key="JUDGE_KEY", retries=0, cache=False))
+    assert "no JSON" in str(error) and write(key)[4:10] not in str(error)
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from cohort.errors import TaskError
+from cohort.errors import RunError, TaskError
 from cohort.scoring.base import Pool
 from cohort.scoring.journal import JournaledPool, OutcomeJournal
 from cohort.tasks.base import make_plain_answer
 from cohort.tasks.environment import Past
+from cohort.tasks.parts import PartRules
 from cohort.types import Answer, Key, Outcome, Row
 
 
@@ -348,6 +349,14 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_not_continued(
         b'["k", [{"parts": {"score": Infinity}}]]',
         b'["k", [{"unknown": 1}]]',
         b'["k", [{"parts": {"score": 1.0}, "stand_in": 7}]]',
+        b'["k", [{"parts": {"score": 1.0}, "stand_in": {"text": "a"}}]]',
+        b'["k", [{"parts": {"score": 1.0}, "reason": 5}]]',
+        b'["k", [{"parts": {"score": 1.0}, "failure": "no"}]]',
+        b'["k", [{"parts": {"score": 1.0}, "replies": ["a"]}]]',
+        b'["k", [{"parts": {"score": 1.0}, "calls": {"ok": "many"}}]]',
+        b'["k", [{"parts": {"score": 1.0}, "cost": NaN}]]',
+        b'["k", [{}]]',
+        b'[["k"], {"a": 1}]',
         b'["k", ' + b"[" * 5000 + b"]",
         b"\x00" * 100,
     ],
@@ -359,6 +368,52 @@ def test_a_damaged_line_is_left_out_and_said(tmp_path: Path, line: bytes, caplog
     journal = OutcomeJournal(path)
     assert journal.find("a") == journal.find("b") == [scored(1.0)] and journal.find("k") is None and len(journal) == 2
     assert "1 lines cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_used"),
+    [
+        ({"correct": 1.0}, True),
+        ({"score": 1.0}, False),
+        ({"correct": 1.0, "score": 1.0}, False),
+        ({"correct": 0.5}, False),
+    ],
+)
+def test_a_line_with_parts_that_the_task_does_not_have_is_scored_again(
+    tmp_path: Path, parts: dict, is_used: bool
+) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    pool, inner = make(path)
+    pool.submit("0", ROW, answer("x"))
+    inner.finish("0", scored(1.0))
+    pool.poll()
+    pool.close()
+    [key, _] = json.loads(path.read_text())
+    path.write_text(json.dumps([key, [{"parts": parts}]]) + "\n")
+    inner = FakePool()
+    again = JournaledPool(inner, pool.identity, PartRules(parts=("correct",), accuracy="correct", optional=False))
+    again.keep_outcomes(path)
+    again.submit("0", ROW, answer("x"))
+    assert len(inner.asked) == (not is_used)
+
+
+def test_a_folder_in_place_of_the_journal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "outcomes.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"outcomes.jsonl is a folder, .* move it away"):
+        OutcomeJournal(tmp_path / "outcomes.jsonl")
+
+
+@pytest.mark.parametrize("metrics", [None, "", '{"step": 1}\n'])
+def test_a_journal_that_is_missing_is_said_if_the_run_has_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metrics: str | None
+) -> None:
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    OutcomeJournal(tmp_path / "outcomes.jsonl").close()
+    assert ("outcomes.jsonl is missing, though the run has steps" in caplog.text) == bool(metrics)
+    caplog.clear()
+    OutcomeJournal(tmp_path / "outcomes.jsonl").close()
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("num", [0, 1, 3])

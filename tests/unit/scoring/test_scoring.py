@@ -14,9 +14,9 @@ import pytest
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
 from cohort.scoring.process import make_worker_environment
-from cohort.scoring.secrets import Secrets
 from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply, check_environment_reply
 from cohort.scoring.worker import CapturedOutput, describe_error, score_item, shorten_reply
+from cohort.system.secrets import Secrets
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.base import make_plain_answer, task
 from cohort.tasks.environment import Episodes, SingleTurn
@@ -148,6 +148,21 @@ def test_a_row_the_grader_cannot_read_is_a_failure_not_a_zero() -> None:
     reply = score_here(Arithmetic(), item)
     assert (reply.number, reply.parts) == (4, None)
     assert reply.failure.startswith("KeyError: 'answer' (arithmetic.py, line")
+
+
+def test_a_variable_that_graders_are_not_given_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ABSENT_KEY", raising=False)
+
+    class Reads:
+        name, parts, accuracy = "reads", ("correct",), "correct"
+
+        def score(self, row: dict, answer: Answer) -> float:
+            return float(os.environ[row["name"]] if "name" in row else row["ABSENT_KEY"])
+
+    rows: list[dict] = [{"name": "ABSENT_KEY"}, {"id": "1"}]
+    texts = [score_here(Reads(), Item(number=1, row=row, answer=make_plain_answer(""))).failure for row in rows]
+    assert texts[0].startswith("KeyError: 'ABSENT_KEY'") and "--scoring.env ABSENT_KEY" in texts[0]
+    assert "columns" not in texts[0] and "the row's columns: id" in texts[1] and "--scoring.env" not in texts[1]
 
 
 def test_running_out_of_memory_is_told_from_other_exceptions() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cohort.sweep import collect
 from cohort.sweep.directory import RunResult
 from cohort.sweep.notes import describe_best
 from cohort.sweep.plan import FixedSetting, Plan
 from cohort.sweep.records import RunRecord, SweepTable
-from cohort.sweep.render import make_combination_cells, render_json, render_markdown
+from cohort.sweep.render import make_combination_cells, make_run_cells, render_json, render_markdown
 from cohort.sweep.statistics import compute_t_tails, find_t_quantile
 from cohort.sweep.table import make_table
 from tests.helpers.evaluations import evaluation
@@ -179,6 +184,27 @@ def test_runs_without_evaluation_have_a_loss_and_no_winner() -> None:
     assert table.best is None and table.split == "" and table.combinations[0].loss == 0.5
     assert make_combination_cells(table).rows[0] == ["a", "1", "0.500"]
     assert table.notes[0].startswith("No run was evaluated")
+
+
+def test_runs_with_rewards_and_without_evaluation_have_the_training_reward_in_place_of_the_loss() -> None:
+    plan = make_plan(["a", "b"], [0, 1])
+    done = RunResult(state="done", step=5)
+    rewards = iter([0.25, 0.75, 0.1, None])
+    records = [RunRecord(run=r, result=done, loss=1e-9, training_reward=next(rewards)) for r in plan.list_runs()]
+    table = make_table("s", plan, records)
+    cells = make_combination_cells(table)
+    assert cells.header[-1] == "training reward" and [row[-1] for row in cells.rows] == ["0.500", "0.100"]
+    assert [row[3] for row in make_run_cells(table).rows] == ["0.250", "0.750", "0.100", "-"]
+    assert table.best is None and "The training reward is the mean of the last steps" in table.notes[0]
+
+
+def test_the_training_reward_is_the_mean_of_the_last_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    series = {"loss": {7: 0.5}, "reward/mean": {step: float(step) for step in range(1, 10)}}
+    reader = SimpleNamespace(read_series=lambda name: series.get(name, {}))
+    monkeypatch.setattr(collect, "Reader", lambda path, once: nullcontext(reader))
+    assert collect._read_training(tmp_path, 7) == (0.5, 5.0)
+    series = {"loss": {7: math.nan}}
+    assert collect._read_training(tmp_path, 7) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from cohort.tasks.grading import grade, grade_group, scores_groups
 from cohort.tasks.mix import Mix
 from cohort.tasks.order import make_pattern, make_weights
 from cohort.tasks.ref import TaskRef, compute_grader_digest
+from cohort.tasks.rows import Rows
 from cohort.tasks.self_check import run_self_check
 from cohort.tasks.stream import TaskStream
 from cohort.types import Answer, Finish, Key
@@ -303,6 +304,33 @@ def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
+    ("entry", "spec", "settings"),
+    [
+        ('rows{"data": "/x/q.jsonl", "rewards": ["/x/fs.py:f"]}', "rows", {"rewards": ["/x/fs.py:f"]}),
+        ('rows {"rewards": ["/x/{y}/fs.py:f", "/x/g.py:g"]}', "rows", {"rewards": ["/x/{y}/fs.py:f", "/x/g.py:g"]}),
+        ('/a{b}/own.py:x{"c": {"d": 1}}', "/a{b}/own.py:x", {"c": {"d": 1}}),
+        ("/a{b}/own.py:x", "/a{b}/own.py:x", {}),
+        ('/a.py:/own.py:x{"c": "e.py:f{"}', "/a.py:/own.py:x", {"c": "e.py:f{"}),
+    ],
+)
+def test_settings_may_name_files_and_paths_may_have_braces(entry: str, spec: str, settings: dict[str, Any]) -> None:
+    assert Mix.list_specs({"tasks": [entry]}) == [spec]
+    read = json.loads(Mix(tasks=(entry,)).tasks[0].removeprefix(spec) or "{}")
+    assert settings.items() <= read.items()
+
+
+def test_rows_of_a_file_with_reward_functions_are_a_part_of_a_mixture(tmp_path: Path) -> None:
+    (tmp_path / "functions.py").write_text("def brief(row, answer):\n    return -float(len(answer.text))\n")
+    (tmp_path / "q.jsonl").write_text('{"prompt": "Hi"}\n')
+    rows = Rows(data=f"{tmp_path}/q.jsonl", rewards=(f"{tmp_path}/functions.py:brief",))
+    mix: Any = Mix(tasks=("mixed-a", rows))  # type: ignore[arg-type]
+    assert mix.own_tasks["rows"] == rows and TaskRef.from_task(mix).load() == mix
+    row = next(row for row in mix.rows("train") if row["task"] == "rows")
+    [outcome] = grade_group(mix, row, [make_plain_answer("four")])
+    assert outcome.parts == {"brief": -4.0}
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"tasks": ()}, "one task or more"),
@@ -310,9 +338,14 @@ def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"tasks": ("mixed-a", "mixed-b"), "shares": (1, -1)}, "at least 0, not 1 -1"),
         ({"tasks": ("mixed-a", "mixed-b"), "shares": (1, float("nan"))}, "finite"),
         ({"tasks": ("mixed-a",), "shares": (0,)}, "a share above 0"),
-        ({"tasks": ("mixed-a", "mixed-b"), "shares": (1, 3.14159)}, "simpler shares: 1 3.14159 repeat"),
+        (
+            {"tasks": ("mixed-a", "mixed-b"), "shares": (1, 3.14159)},
+            r"such as 2 1 or 0.25 0.75; 1 3.14159 has 414,159, so round them",
+        ),
         ({"tasks": ('mixed-a{"size": }',)}, r"settings in the entry mixed-a\{.* are no JSON"),
         ({"tasks": ("{}",)}, "is no task"),
+        ({"tasks": ('rows{"rewards": ["/x/f.py:g"], "b": {"c": 1}',)}, "settings in the entry rows.* are no JSON"),
+        ({"tasks": ('mixed-a{"size": 1} x',)}, "is no task"),
     ],
 )
 def test_settings_that_are_not_allowed(settings: dict[str, Any], message: str) -> None:
@@ -336,6 +369,25 @@ def test_settings_that_are_not_allowed(settings: dict[str, Any], message: str) -
 def test_tasks_that_cannot_be_loaded_name_their_entry(entry: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         _ = Mix(tasks=("mixed-a", entry)).own_tasks
+
+
+def test_tasks_without_test_rows_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    task("mixed-untested")(
+        type("Untested", (Plain,), {"rows": lambda self, split: iter([{"n": 0}] * (split == "train"))})
+    )
+
+    def read(tasks: tuple[str, ...], shares: tuple[float, ...]) -> list[str]:
+        """Reads the test rows twice and returns what was said."""
+        caplog.clear()
+        mix = Mix(tasks=tasks, shares=shares)
+        for _ in range(2):
+            list(mix.rows("test"))
+        return caplog.messages
+
+    both = ("mixed-a", "mixed-untested")
+    assert read(both, ()) == ["mix: the task mixed-untested has no test rows: it is not evaluated"]
+    assert read(both, (1, 0)) == ["mix: the task mixed-untested has no test rows: with the share 0 it is never used"]
+    assert read(("mixed-a", "mixed-b"), ()) == read(("mixed-untested",), ()) == []
 
 
 def test_a_trained_task_needs_rows_and_a_name_for_its_accuracy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from cohort.errors import TaskError
+from cohort.scoring.wire import Reply, check_environment_reply
 from cohort.tasks.base import has_rows, load_rows, make_plain_answer, task
 from cohort.tasks.grading import grade
 from cohort.tasks.parts import NO_PART, check_parts, read_part_rules
@@ -92,6 +94,26 @@ def test_a_bare_number_of_several_parts_and_other_values_are_refused() -> None:
     for wrong in (np.zeros(1), "1", [1.0], float("nan"), float("inf"), 1j):
         with pytest.raises(TaskError, match='task "t", row "r"'):
             check_parts("t", "r", ("a",), None, wrong)
+
+
+def test_a_decimal_is_a_number_and_an_array_is_told_how_to_be_one() -> None:
+    assert check_parts("t", "0", ("score",), None, Decimal("0.25")) == {"score": 0.25}
+    assert check_parts("t", "0", ("a", "b"), None, {"a": Decimal(1), "b": 2}) == {"a": 1.0, "b": 2.0}
+    for wrong in (Decimal("nan"), Decimal("sNaN"), Decimal("1e400")):
+        with pytest.raises(TaskError, match="return a finite number"):
+            check_parts("t", "0", ("score",), None, wrong)
+    for scored in (np.array([0.5]), {"score": np.array([0.5])}):
+        with pytest.raises(TaskError, match=r"an array of shape \(1,\) for part 'score'; return a number, as .*item"):
+            check_parts("t", "0", ("score",), None, scored)
+
+
+@pytest.mark.parametrize("number", [1e300, -1e300, 10**15, 1.01e12])
+def test_a_number_that_no_update_could_use_is_refused_with_the_limit(number: float) -> None:
+    with pytest.raises(TaskError, match=r"row \"0\": .* for 'score'; return a number between -1e\+12 and 1e\+12"):
+        check_parts("t", "0", ("score",), None, number)
+    assert check_parts("t", "0", ("score",), None, -1e12) == {"score": -1e12}
+    with pytest.raises(TaskError, match=r"as cost; .* between -1e\+12 and 1e\+12"):
+        check_environment_reply("t", "0", Reply(number=0, cost=float(number)))
 
 
 def test_a_continuous_value_for_the_accuracy_is_told_both_remedies_in_one_line() -> None:

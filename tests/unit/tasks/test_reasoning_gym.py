@@ -6,6 +6,7 @@ tests/peers/test_reasoning_gym.py has the package itself.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
@@ -71,6 +72,15 @@ def test_too_few_problems_are_an_error_that_says_how_many_there_are(monkeypatch:
     rows = make_task(dataset="words", train_size=100).rows("train")
     with pytest.raises(TaskError, match=r"no more train problems .* after (\d) rows .* set --task.train-size \1"):
         list(rows)
+    # The advice is enough for both splits, whichever is read first.
+    for split in ("train", "test"):
+        with pytest.raises(TaskError) as caught:
+            list(make_task(dataset="words", train_size=100, test_size=100).rows(split))
+        sizes = [
+            int(number) for number in re.findall(r"(?<=-size )\d+(?=[ ,])", str(caught.value).partition("; set")[2])
+        ]
+        advised = make_task(dataset="words", train_size=sizes[0], test_size=sizes[1])
+        assert sum(len(list(advised.rows(each))) for each in ("train", "test")) == 7
     # "a" has the empty text as its answer, which could not be earned.
     made = make_task(dataset="words", train_size=1, test_size=1)
     found = [row for split in ("train", "test") for row in made._iterate_problems("words", split)]

@@ -16,7 +16,8 @@ from cohort.sandbox import ProgramLimits, ProgramResult, call_functions, run_pro
 from cohort.sandbox.driver import decode_value, encode_value
 from cohort.tasks.code.assertions import parse_assertion
 
-TOLERANCE = 1e-9  # relative, of numbers with a point that a function returns
+TOLERANCE = 1e-9  # of numbers with a point: relative and absolute; absolute alone where a whole number is expected
+MAX_EXACT = 2**53  # above it numbers with a point are further apart than whole ones
 MAX_SECONDS = 40.0  # by the clock, for all runs of one answer
 
 
@@ -103,9 +104,12 @@ def _find_fault(test: dict[str, Any], results: Sequence[Any], functions: frozens
 def is_same_value(expected: Any, value: Any) -> bool:
     """Returns whether a plain value is the expected one, which comes from JSON: a tuple is as good as a list.
 
-    Types must agree otherwise: True is not 1. Numbers with a point may differ by TOLERANCE.
+    Types must agree otherwise: True is not 1. Numbers with a point may differ by TOLERANCE. If a whole number is
+    expected, a larger difference than that is never allowed, however large the number.
 
     >>> is_same_value([1, 2.5], (1, 2.5)), is_same_value(1, True), is_same_value(0.3, 0.1 + 0.2)
+    (True, False, True)
+    >>> is_same_value(10**12, 1e12), is_same_value(10**12, 1e12 + 0.5), is_same_value(1e12, 1e12 + 0.5)
     (True, False, True)
     """
     try:
@@ -126,8 +130,10 @@ def _is_same(expected: Any, value: Any) -> bool:
         return all(_is_same(item, value[key]) for key, item in expected.items())
     numbers = (int, float)
     if type(expected) in numbers and type(value) in numbers:
-        if type(expected) is type(value) is int:
-            return bool(expected == value)
+        if type(expected) is int:
+            # Python compares whole numbers with others exactly.
+            is_near = abs(expected) < MAX_EXACT and abs(value - expected) <= TOLERANCE
+            return bool(expected == value) or (type(value) is float and is_near)
         try:
             return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
         except OverflowError:

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, ClassVar, Literal, get_args
 
 from cohort.errors import TaskError
@@ -143,16 +144,34 @@ class ReasoningGym:
             raise TaskError(
                 "the task reasoning_gym needs a data set: add --task.dataset NAME; cohort data reasoning_gym lists them"
             )
+        count = 0
+        for row in self._mix_problems(split):
+            yield row
+            count += 1
+        size = self._get_size(split)
+        if count < size:
+            # The other split is probably too large as well.
+            other = "train" if split == "test" else "test"
+            found = {split: count, other: sum(1 for _ in self._mix_problems(other))}
+            remedy = " ".join(f"--task.{name}-size {found[name]}" for name in ("train", "test"))
+            raise TaskError(
+                f"the data set {list(islice(interleave(shares), count + 1))[-1]} of reasoning-gym has no more {split} "
+                f"problems with these settings, after {count} rows of --task.{split}-size {size}; set {remedy}, or "
+                "wider settings"
+            )
+
+    def _get_size(self, split: str) -> int:
+        """Returns how many rows a split is to have."""
+        return self.test_size if split == "test" else self.train_size
+
+    def _mix_problems(self, split: str) -> Iterator[Row]:
+        """Yields the problems of a split, of all data sets by their shares, until one of these has no more."""
+        shares = read_mixture(self.dataset)
         streams = {share.name: self._iterate_problems(share.name, split) for share in shares}
-        size = self.test_size if split == "test" else self.train_size
-        for count, name in zip(range(size), interleave(shares), strict=False):
+        for name in islice(interleave(shares), self._get_size(split)):
             row = next(streams[name], None)
             if row is None:
-                setting = f"{split}-size"
-                raise TaskError(
-                    f"the data set {name} of reasoning-gym has no more {split} problems with these settings, after "
-                    f"{count} rows of --task.{setting} {size}; set --task.{setting} {count}, or wider settings"
-                )
+                return
             yield row
 
     def _iterate_problems(self, name: str, split: str) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -169,11 +170,28 @@ def test_verdicts_on_inputs(tmp_path: Path, source: str, passed: float, said: st
     assert time.monotonic() - began < 10
 
 
-def test_values_and_outputs() -> None:
+def test_values() -> None:
     assert is_same_value({"a": [1, None, "x"]}, {"a": (1, None, "x")})
     assert not is_same_value([1], [1, 2]) and not is_same_value({"1": 1}, {1: 1}) and not is_same_value("1", 1)
     assert not is_same_value(0, False) and not is_same_value(None, 0) and not is_same_value(1.0, 10**400)
     assert is_same_value(2, 2.0) and not is_same_value(10**20, 10**20 + 1)
+    # Of a whole number no share may be missing, and above 2^53 nothing.
+    assert is_same_value(3, 3 + 5e-10) and not is_same_value(3, 3 + 5e-9) and not is_same_value(10**12, 1e12 + 0.5)
+    assert is_same_value(10**17, 1e17) and not is_same_value(10**17 + 1, 1e17) and not is_same_value(0, math.inf)
+    assert not is_same_value(0, math.nan) and is_same_value(1e12, 1e12 + 0.5) and is_same_value(2.0, 2)
+
+
+def test_numbers_with_thousands_of_digits_are_compared(tmp_path: Path) -> None:
+    tests = ["assert f(10**5000) == -(10**5000)", "assert f(1) == -1"]
+    task = make_task(tmp_path, {"prompt": "Negate.", "tests": tests})
+    [row] = load_rows(task, "test")
+    assert score(task, row, "```python\ndef f(n): return -n\n```")[0] == 1.0
+    assert score(task, row, "```python\ndef f(n): return n + 1\n```")[2] == (
+        "test 1 of 2: assert f(10 ** 5000) == -10 ** 5000 fails"
+    )
+
+
+def test_outputs() -> None:
     assert is_same_output("a\nb\n", "a  \r\nb") and not is_same_output("a\nb", "a b")
     assert not is_same_output(" a", "a") and is_same_output("", "\n\n")
 

@@ -1,16 +1,19 @@
 """Removes the values of environment variables from texts.
 
 A worker may be given variables by name (`--scoring.env`). Their values must not reach anything that a run writes or
-prints. So every text that leaves a worker is searched for them.
+prints. So every text that leaves a worker is searched for them, and in the command's own process what exceptions of a
+user's code say (`hide_variables`).
 """
 
 from __future__ import annotations
 
 import base64
+import html
 import json
 import math
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -22,12 +25,15 @@ MIN_LINE = 8  # characters of a line that is removed by itself, of a value with 
 
 
 class Secrets:
-    """The values of named environment variables, and the forms in which they may appear in a text."""
+    """The values of named environment variables, and the forms in which they may appear in a text.
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    What is removed becomes "[NAME]", or "[LABEL]" if there is a label.
+    """
+
+    def __init__(self, names: Iterable[str] = (), label: str = "") -> None:
         self.names = tuple(names)
         forms = {
-            form: name
+            form: label or name
             for name in self.names
             for form in _list_forms(os.environ.get(name, ""))
             if len(form) >= MIN_LENGTH
@@ -56,6 +62,34 @@ class Secrets:
         return value
 
 
+_hidden: list[str] = []  # names of the variables whose values this process does not show
+
+
+def hide_variables(names: Iterable[str]) -> None:
+    """Lets `remove_hidden` remove the values of these environment variables in this process, from now on."""
+    _hidden.extend(name for name in names if name not in _hidden)
+
+
+def hide_named_variables(args: Sequence[str]) -> None:
+    """Hides the variables that the words of a command line name with `--scoring.env`.
+
+    A user's file runs before all flags are read, and may raise.
+    """
+    is_name = False
+    for word in args:
+        flag, _, value = word.partition("=")
+        if word.startswith("--"):
+            is_name = flag == "--scoring.env"
+            word = value
+        if is_name and word:
+            hide_variables([word])
+
+
+def remove_hidden(text: str) -> str:
+    """Returns the text with "[NAME]" in place of the values of variables that this process hides."""
+    return Secrets(_hidden).remove_from(text) if _hidden else text
+
+
 def _remove_beginnings(text: str, form: str, instead: str) -> str:
     """Returns the text without beginnings of `form` of at least HEAD_LENGTH characters, each as long as it goes."""
     if len(form) <= HEAD_LENGTH:
@@ -71,7 +105,7 @@ def _remove_beginnings(text: str, form: str, instead: str) -> str:
 
 
 def _list_forms(value: str) -> set[str]:
-    """Returns a value as it is, in one line, and as JSON, Python, a URL and base64 would write it.
+    """Returns a value as it is, in one line, and as JSON, Python, URLs, HTML, base64, base32 and hex digits write it.
 
     Long lines of a value with several are among its forms, because messages are often cut at line breaks.
     """
@@ -80,13 +114,21 @@ def _list_forms(value: str) -> set[str]:
     forms = set(plain)
     for text in plain:
         encoded = text.encode("utf-8", "surrogateescape")
-        forms |= {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], ascii(text)[1:-1]}
+        written = {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+        # Some programs write a slash as \/ in JSON.
+        forms |= written | {form.replace("/", "\\/") for form in written}
         # Which quotes Python escapes depends on the other quotes of the text that the value is a part of.
-        forms |= {repr(text)[1:-1], repr(text + "'\"")[1:-4], repr(encoded)[2:-1], repr(encoded + b"'\"")[2:-4]}
-        forms |= {quote(encoded), quote(encoded, safe=""), quote_plus(encoded)}
-        forms |= {base64.b64encode(encoded).decode(), base64.urlsafe_b64encode(encoded).decode()}
-        forms |= {base64.b64encode(encoded).decode().rstrip("="), encoded.hex()}
-        forms |= _list_base64_cores(encoded)
+        forms |= {ascii(text)[1:-1], repr(text)[1:-1], repr(text + "'\"")[1:-4]}
+        forms |= {repr(encoded)[2:-1], repr(encoded + b"'\"")[2:-4]}
+        quoted = {quote(encoded), quote(encoded, safe=""), quote_plus(encoded)}
+        forms |= quoted | {re.sub("%..", lambda found: found[0].lower(), form) for form in quoted}
+        escaped = {html.escape(text), html.escape(text, quote=False)}
+        escaped |= {form.replace("&#x27;", "&#39;") for form in escaped}
+        forms |= escaped | {form.replace("&quot;", "&#34;") for form in escaped}
+        for encode in (base64.b64encode, base64.urlsafe_b64encode, base64.b32encode):
+            form = encode(encoded).decode()
+            forms |= {form, form.rstrip("=")}
+        forms |= {encoded.hex(), encoded.hex().upper()} | _list_base64_cores(encoded)
     return forms
 
 

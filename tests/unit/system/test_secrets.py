@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
+import re
 import traceback
 from urllib.parse import quote, quote_plus, urlencode
 
 import pytest
 
-from cohort.scoring.secrets import HEAD_LENGTH, MIN_LENGTH, Secrets
 from cohort.scoring.wire import MAX_FAILURE, MAX_PRINTED, Reply
 from cohort.scoring.worker import CapturedOutput, describe_error, shorten_reply
+from cohort.system.secrets import (
+    HEAD_LENGTH,
+    MIN_LENGTH,
+    Secrets,
+    hide_named_variables,
+    remove_hidden,
+)
 from cohort.tasks.base import MAX_REASON
 
 VALUES = {
@@ -51,6 +59,13 @@ def write_forms(value: str) -> dict[str, str]:
         "quote_plus": quote_plus(value),
         "form": urlencode({"key": value}),
         "hex": data.hex(),
+        "large hex": data.hex().upper(),
+        "quote in small letters": re.sub("%..", lambda found: found[0].lower(), quote(value, safe="")),
+        "json with slashes": json.dumps({"key": value}).replace("/", "\\/"),
+        "html": html.escape(f"<b>{value}</b>"),
+        "html without quotes": html.escape(value, quote=False),
+        "html in numbers": html.escape(value).replace("&#x27;", "&#39;"),
+        "base32": base64.b32encode(data).decode(),
         "base64": base64.b64encode(data).decode(),
         "base64 of a URL": base64.urlsafe_b64encode(data).decode(),
     }
@@ -139,3 +154,13 @@ def test_what_is_printed_in_pieces_or_across_the_limit_has_no_value(value: str) 
         for character in value:
             printed.write(character)
         assert not any(piece in printed.text for piece in pieces(value)) and len(printed.text) <= 40
+
+
+def test_a_process_hides_what_its_command_line_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cohort.system.secrets._hidden", [])
+    for name in ("ONE", "TWO", "THREE", "FOUR"):
+        monkeypatch.setenv(name, f"value-of-{name.lower()}")
+    text = "value-of-one value-of-two value-of-three value-of-four"
+    assert remove_hidden(text) == text
+    hide_named_variables(["--scoring.env", "ONE", "TWO", "--steps", "FOUR", "--scoring.env=THREE"])
+    assert remove_hidden(text) == "[ONE] [TWO] [THREE] value-of-four"
