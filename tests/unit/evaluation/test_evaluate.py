@@ -79,7 +79,7 @@ def test_a_problem_with_no_scored_sample_is_left_out():
 
 def test_many_failures_stop_an_evaluation_too():
     with pytest.raises(
-        TrainingStopped, match=r"\d of 4 samples could not be scored, which is more than 5%.* then evaluate again"
+        TrainingStopped, match=r"\d of 4 samples could not be scored, and at most 5% may fail.* then evaluate again"
     ):
         run_evaluation(
             lambda row, a: Outcome(failure="died") if not row["n"] else Outcome(parts={"correct": 1.0}), 2, 2
