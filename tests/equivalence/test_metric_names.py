@@ -23,6 +23,8 @@ RARE = {
     "turns/mean",
     "calls/mean",
     "calls/OUTCOME",
+    # Only several ranks have it: tests/integration/test_rank_runs.py.
+    "pack/evenness",
     # Only a mixture of tasks has these: tests/integration/test_mixture.py.
     "reward/mean/TASK",
     "reward/correct/TASK",

@@ -166,9 +166,7 @@ def test_4_9_above_five_percent_the_run_stops_and_is_resumed_when_the_grader_is_
     done = cohort("train", f"{file}:recipe", *FLAGS, at=tmp_path)  # two rows of 24: 8 samples of 96
     assert done.returncode == 2 and "step 1/2" in done.stdout and "step 2/2" not in done.stdout
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-    assert (
-        "(8 of 96 samples could not be scored, and at most 5% may fail" in done.stderr
-    )
+    assert "(8 of 96 samples could not be scored, and at most 5% may fail" in done.stderr
     assert "ZeroDivisionError: my own bug" in done.stderr and "Repair that, then resume" in done.stderr
     assert "go on with: cohort resume runs/" in done.stdout
     write("pass")

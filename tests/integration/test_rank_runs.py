@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cohort.config.algos import ALGOS
+from cohort.run.store.reader import Reader
 from tests.helpers.rank_runs import read_groups, read_metrics, read_tensors, run_together
 
 FEW = [
@@ -80,6 +81,12 @@ def test_two_ranks_do_what_one_process_does(folders: tuple[Path, Path], name: st
     compare_runs(together / name, alone / name, 2)
     steps = read_groups(alone / name)
     assert len(steps) == 2 and all(steps)
+
+
+def test_ranks_tell_how_even_their_work_is(folders: tuple[Path, Path]) -> None:
+    with Reader(folders[1] / "plain" / "run.db") as reader:
+        values = reader.read_series("pack/evenness").values()
+    assert len(values) == 2 and all(0.5 < value <= 1.0 for value in values)
 
 
 def test_shards_and_numbers_of_ranks_change_no_result(folders: tuple[Path, Path]) -> None:

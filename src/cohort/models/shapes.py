@@ -72,6 +72,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-3b": _make_hf_config(_QWEN2, 2048, 36, 16, 2, 11008),
     "qwen2.5-7b": _make_hf_config(_QWEN2, 3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False),
     "qwen2.5-14b": _make_hf_config(_QWEN2, 5120, 48, 40, 8, 13824, vocab_size=152064, tie_word_embeddings=False),
+    "qwen2.5-32b": _make_hf_config(_QWEN2, 5120, 64, 40, 8, 27648, vocab_size=152064, tie_word_embeddings=False),
+    "llama-3.1-70b": _make_hf_config(_LLAMA3, 8192, 80, 64, 8, 28672, tie_word_embeddings=False),
     "llama-3.2-1b": _make_hf_config(_LLAMA3, 2048, 16, 32, 8, 8192),
     "llama-2-7b": _make_hf_config(_LLAMA2, 4096, 32, 32, 32, 11008),
     "qwen3-0.6b": _make_hf_config(_QWEN3, 1024, 28, 16, 8, 3072),

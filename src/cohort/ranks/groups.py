@@ -1,8 +1,8 @@
 """Moves scored groups between ranks: to where they are trained, and to the first rank, which records them.
 
 Each rank samples its own prompts, and some answers are longer than others. So before the update the groups are divided
-anew, by tokens: the largest first, each to the rank with the fewest tokens so far. Every rank computes the same
-division from the same numbers.
+anew, by tokens: the largest first, each to the rank with the fewest tokens so far, and then ranks exchange some. Every
+rank computes the same division from the same numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from cohort.types import Group
 from cohort.world import Grid, World
+
+# Exchanges between two ranks after which a division is even enough.
+MAX_EXCHANGES = 32
 
 
 class GroupMover:
@@ -91,8 +94,9 @@ def count_tokens(group: Group) -> int:
 def divide_evenly(sizes: Sequence[int], parts: int, slices: int = 1) -> list[int]:
     """Returns a part, from 0 to `parts` - 1, for each of these sizes, so that the parts have similar sums.
 
-    The largest go first, each to the part with the smallest sum. The list is cut into `slices` neighbouring pieces,
-    and each piece is divided by itself: a slice is trained before the next one, and its parts must be even.
+    The largest go first, each to the part with the smallest sum; then parts exchange members while that helps. The list
+    is cut into `slices` neighbouring pieces, and each piece is divided by itself: a slice is trained before the next
+    one, and its parts must be even.
 
     >>> divide_evenly([5, 1, 1, 1, 4, 4], 2), divide_evenly([3, 3, 9, 9], 2, slices=2)
     ([0, 0, 0, 0, 1, 1], [0, 1, 0, 1])
@@ -105,4 +109,29 @@ def divide_evenly(sizes: Sequence[int], parts: int, slices: int = 1) -> list[int
             part = min(range(parts), key=lambda p: (sums[p], p))
             chosen[place] = part
             sums[part] += sizes[place]
+        _exchange_members(sizes, members, chosen, sums)
     return chosen
+
+
+def _exchange_members(sizes: Sequence[int], members: range, chosen: list[int], sums: list[int]) -> None:
+    """Makes the parts of a slice more even, in place: the largest and the smallest exchange members while that helps.
+
+    `chosen` has the part of each member, `sums` the sum of each part.
+    """
+    for _ in range(MAX_EXCHANGES):
+        large = max(range(len(sums)), key=lambda p: (sums[p], p))
+        small = min(range(len(sums)), key=lambda p: (sums[p], p))
+        gap = sums[large] - sums[small]
+        given = [n for n in members if chosen[n] == large]
+        # None = a member goes over, and none comes back.
+        taken: list[int | None] = [None, *(n for n in members if chosen[n] == small)]
+        moves = [(sizes[a] - (0 if b is None else sizes[b]), a, b) for a in given for b in taken]
+        helping = [move for move in moves if 0 < move[0] < gap]
+        if not helping:
+            return
+        moved, a, b = min(helping, key=lambda move: abs(2 * move[0] - gap))
+        chosen[a] = small
+        if b is not None:
+            chosen[b] = large
+        sums[large] -= moved
+        sums[small] += moved
