@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ def launch_ranks(args: Sequence[str], num_ranks: int, program: Sequence[str] = (
     `program` are other words for Python than those that run Cohort. Raises RankError, with the rank and how it ended,
     if a rank was killed; one that failed has said why itself.
     """
-    with tempfile.TemporaryDirectory(prefix="cohort-ranks-") as folder, _forward_signals() as ranks:
-        for rank in range(num_ranks):
-            command = [sys.executable, *program, *args]
-            env = _make_environment(rank, num_ranks, Path(folder) / "rendezvous")
-            # A session of its own: a Ctrl-C of the terminal comes from here, once.
-            ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
+    ranks: list[subprocess.Popen[Any]] = []
+    with tempfile.TemporaryDirectory(prefix="cohort-ranks-") as folder, _forward_signals(ranks, num_ranks) as resend:
         try:
+            for rank in range(num_ranks):
+                env = _make_environment(rank, num_ranks, Path(folder) / "rendezvous")
+                # A session of its own: a Ctrl-C of the terminal comes from here, once.
+                ranks.append(subprocess.Popen([sys.executable, *program, *args], env=env, start_new_session=True))
+            resend()
             first_failed = _wait(ranks)
         finally:
             _kill(ranks)
@@ -115,21 +116,33 @@ def _kill(ranks: Sequence[subprocess.Popen[Any]]) -> None:
 
 
 @contextmanager
-def _forward_signals() -> Iterator[list[subprocess.Popen[Any]]]:
-    """Context in which signals that stop a program go to all ranks. Yields the list that the caller adds them to."""
-    ranks: list[subprocess.Popen[Any]] = []
+def _forward_signals(ranks: Sequence[subprocess.Popen[Any]], num_ranks: int) -> Iterator[Callable[[], None]]:
+    """Context in which signals that stop a program go to all ranks, once each.
+
+    `ranks` are those that have been started, of `num_ranks`. Yields a function that the caller must call when all have
+    been: it sends signals that came before.
+    """
+    early: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        """Sends the signal to every rank that has not ended."""
+        """Sends the signal to every rank that has not ended, or keeps it until all have been started."""
+        if len(ranks) < num_ranks:
+            early.append(number)
+            return
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
+
+    def resend() -> None:
+        """Sends the signals that came before all ranks were started."""
+        while early:
+            forward(early.pop(0), None)
 
     # A signal that is ignored stays ignored, as SIGHUP under nohup; but not Ctrl-C, which shells ignore for jobs.
     heard = [n for n in _SIGNALS if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     former = {number: signal.signal(number, forward) for number in heard}
     try:
-        yield ranks
+        yield resend
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -101,9 +101,9 @@ def fail() -> None:
 
 def test_all_ranks_raise_the_error_of_the_first_that_failed() -> None:
     assert agree_on_errors(TwoRanks(""), lambda: 7) == 7
-    with pytest.raises(AgreedError, match="^rank 1: broken$"):
+    with pytest.raises(AgreedError, match=r"^rank 1: broken$"):
         agree_on_errors(TwoRanks("broken"), lambda: 7)
-    with pytest.raises(AgreedError, match="^wrong$"):
+    with pytest.raises(AgreedError, match=r"^wrong$"):
         agree_on_errors(TwoRanks("broken"), fail)
     with pytest.raises(ConfigError, match="wrong"):
         agree_on_errors(World(), fail)
