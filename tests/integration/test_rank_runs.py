@@ -10,6 +10,7 @@ import pytest
 
 from cohort.config.algos import ALGOS
 from cohort.run.store.reader import Reader
+from tests.helpers.command_line import cohort
 from tests.helpers.rank_runs import read_groups, read_metrics, read_tensors, run_together
 
 FEW = [
@@ -90,11 +91,25 @@ def test_ranks_tell_how_even_their_work_is(folders: tuple[Path, Path]) -> None:
 
 
 def test_shards_and_numbers_of_ranks_change_no_result(folders: tuple[Path, Path]) -> None:
-    """Two steps with one division of the model, a third with another, and on one rank."""
+    """Two steps with one division of the model, a third with another, or on one rank."""
     alone, together = folders
     run_together(alone, [{"name": "plain", "resume": 3}], 1)
-    for name in ("optimizer", "full", "tensor"):
+    run_together(together, [{"name": "plain", "resume": 3}], 1)
+    for name in ("plain", "optimizer", "full", "tensor"):
         compare_runs(together / name, alone / "plain", 3)
+
+
+def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    """The second time it is read and not made again."""
+    flags = ["eval", "arithmetic", "--limit", "11", "--samples", "2", "--max-tokens", "16", "--threads", "1"]
+    found = []
+    for folder, more in (("one", []), ("two", ["--ranks", "2"]), ("two", ["--ranks", "2"])):
+        done = cohort(*flags, "--out", folder, *more, at=tmp_path, timeout=120)
+        assert done.returncode == 0, done.stderr
+        [file] = (tmp_path / folder).iterdir()
+        found.append((done.stdout.replace(folder, ""), file.name, file.read_text()))
+    assert found[0] == found[1]
+    assert found[2][1:] == found[1][1:] and "this evaluation existed already" in found[2][0]
 
 
 @pytest.mark.slow
