@@ -363,6 +363,7 @@ class CountingWorld(World):
     """A world that counts how often ranks would have summed together."""
 
     def __init__(self):
+        super().__init__()
         self.num_sums = 0
 
     def sum(self, x):

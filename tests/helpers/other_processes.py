@@ -202,7 +202,7 @@ class SeparateJob(RLJob):
         self.learner.there.close()  # type: ignore[attr-defined]
 
 
-def build_separate_job(config: RL) -> SeparateJob:
+def build_separate_job(config: RL, world: World = ONE_PROCESS) -> SeparateJob:
     """Returns the job of a config, with the engine in one spawned process and the learner in another."""
     parts = build_rl_job(config)
     with torch.no_grad():

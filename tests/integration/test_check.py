@@ -77,7 +77,13 @@ def different_recipes() -> list[str]:
     return sorted(set(seen.values()) - {"quickstart"})
 
 
-@pytest.mark.parametrize("name", different_recipes())
+# The check of a task with programs runs all of them, which takes most of a minute.
+SLOW_RECIPES = {"smollm2_code"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_RECIPES)) for name in different_recipes()]
+)
 def test_no_built_in_recipe_fails_a_check(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +111,7 @@ def test_a_broken_task_ends_with_exit_code_1_and_its_name(
     (tmp_path / "pasted.py").write_text(OWN)
     known: list[Finding] = []
 
-    def check_once(config: RL, progress: Callable[[str], None]) -> Iterator[Finding]:
+    def check_once(config: RL, progress: Callable[[str], None], num_ranks: int) -> Iterator[Finding]:
         if not known:
             known.extend(run_checks(config, progress))
         yield from known

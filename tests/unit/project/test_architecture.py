@@ -186,8 +186,8 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     ("plot", "cli.plot"): 1_150,
     # Plan, processes, stop rules, table and prediction of time: a scheduler of its own above the runs. It was 1,800
     # before the table fitted narrow terminals and said how sure the winner is, and 2,050 before it left out runs that
-    # are lost or not as planned.
-    ("sweep", "cli.sweep", "cli.sweep_output", "cli.sweep_progress"): 2_100,
+    # are lost or not as planned, and 2,100 before runs without evaluations were compared by their training reward.
+    ("sweep", "cli.sweep", "cli.sweep_output", "cli.sweep_progress"): 2_150,
     # As tools these two had 1,000 each before they knew examples and pairs besides groups: three kinds of run with a
     # report of their own, and checks of rows, templates and pairs. Checks had 1,650 before judges were rehearsed and
     # rewards could be any number, and 1,750 before the model's own samples and the right answers of all rows counted.
