@@ -25,7 +25,7 @@ from cohort.jobs.build import RLJob, build_rl_job
 from cohort.learner.base import Annotations, StateStream, Update
 from cohort.serialize import dumps, loads
 from cohort.types import Group, Provenance, Sample
-from cohort.world import ONE_PROCESS
+from cohort.world import ONE_PROCESS, World
 
 PATIENCE = 120.0  # seconds that a call may take
 
@@ -173,7 +173,7 @@ class RemoteEngine:
 class RemoteLearner:
     """A `Learner` in this process that passes every call on to a `LearnerServer`."""
 
-    adapters, world = None, ONE_PROCESS
+    adapters, world, grid = None, ONE_PROCESS, ONE_PROCESS.split(1)
 
     def __init__(self, there: OtherProcess) -> None:
         self.there = there

@@ -17,7 +17,7 @@ from cohort.data.batch import Batch
 from cohort.models.auto import AnyDecoder
 from cohort.serialize import record
 from cohort.types import Group, Provenance, SampleId
-from cohort.world import World
+from cohort.world import Grid, World
 
 
 @record
@@ -162,7 +162,8 @@ class Learner(Protocol):
     """Trains a policy. `update` does all of a step's training."""
 
     token_budget: int  # most tokens of a microbatch; it shrinks when memory runs out
-    world: World  # the ranks that train together
+    world: World  # the ranks that have other data
+    grid: Grid  # all ranks, and which of them hold one model together
 
     def annotate(
         self, groups: Sequence[Group], needs: Collection[str], loss_on: Provenance = Provenance.SAMPLED
