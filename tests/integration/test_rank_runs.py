@@ -49,7 +49,7 @@ def compare_runs(found: Path, expected: Path, step: int) -> None:
     assert metrics.keys() == wanted.keys()
     for key, value in wanted.items():
         # Before the first update policy and reference are the same, and rounding decides which reward is higher.
-        if key != (1, "reward/accuracy"):
+        if key not in ((1, "reward/accuracy"), (1, "implicit/accuracy")):
             assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-9), key
     for ours, theirs in zip(read_groups(found), read_groups(expected), strict=True):
         assert [g.prompt for g in ours] == [g.prompt for g in theirs]
@@ -115,7 +115,7 @@ def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_algorithm_on_every_shard(num_ranks: int, tmp_path: Path) -> None:
-    flags = ["--steps=5", "--eval.problems=8", "--learner.dtype=float64", "--threads=1", "--batch.prompts=8"]
+    flags = [*FEW[1:], "--steps=5", "--batch.prompts=4"]
     alone: list[dict[str, Any]] = []
     together: list[dict[str, Any]] = []
     for algo in ALGOS:
