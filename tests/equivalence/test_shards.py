@@ -163,7 +163,9 @@ def run_fourth_step(folder: Path, case: Case, shard: str, world: World) -> dict[
     for tensor in source.state_dict().values():
         world.broadcast(tensor)
     learner.load_weights(source)
-    state = checkpoint.share(checkpoint.load(folder / "step-000003") if world.is_first else None, world)
+    # Only the first rank sees the files.
+    state = checkpoint.load(folder / "step-000003") if world.is_first else checkpoint.Checkpoint(step=3, cursor=0)
+    state.numbers = world.share(state.numbers)
     learner.load_state(state.tensors, state.numbers)
     again = {name: tensor.clone() for name, tensor in learner.state().collect().items()}
     update_policy(learner, build_algorithm(case.algo, 16), part_of(3, world), learner.config)

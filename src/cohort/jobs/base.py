@@ -85,9 +85,9 @@ class TrainingJob:
     def restore_learner(self, state: Checkpoint) -> None:
         """Restores weights, the learner's state and torch's number of threads from a checkpoint, in place.
 
-        Every rank must call it. Only the first needs the files; `state` of the others may come from
-        `checkpoint.share`. Raises RunError if the checkpoint was made with other settings than those of this job, or if
-        model, adapters or rows have changed since.
+        Every rank must call it. Only the first needs the files; `state` of the others has the numbers alone. Raises
+        RunError if the checkpoint was made with other settings than those of this job, or if model, adapters or rows
+        have changed since.
         """
         saved = self._load_saved_model(state) if self.learner.grid.whole.is_first else None
         self.earlier_grader = str(state.numbers.get("inputs", {}).get("grader", ""))

@@ -20,6 +20,8 @@ from cohort.ranks.agree import remember_store
 from cohort.ranks.environment import RENDEZVOUS, count_local_ranks, is_rank, read_place
 from cohort.world import ONE_PROCESS, ProcessGroup, World
 
+log = logging.getLogger(__name__)
+
 TIME_LIMIT = "COHORT_RANK_MINUTES"
 """Environment variable: minutes that a rank waits for the others in one collective."""
 
@@ -60,6 +62,8 @@ def join_ranks(device: str) -> World:
         ) from error
     _end_with_parent()
     remember_store()
+    if rank == 0 and uses_gpu:
+        log.warning("ranks on GPUs were never tried by those who wrote them: see docs/ranks.md, and look at the results")
     if rank > 0:
         # All ranks notice the same things, and the first one says them.
         logging.getLogger("cohort").setLevel(logging.ERROR)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from cohort.learner.base import StateStream
-    from cohort.world import World
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
@@ -281,17 +280,6 @@ class StoredTensors(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def share(checkpoint: Checkpoint | None, world: World) -> Checkpoint | None:
-    """Returns the checkpoint of the first rank on every rank; None if that passes None. The others pass anything.
-
-    On the others it has no tensors and no folder: a learner reads its state through the first rank.
-    """
-    found = checkpoint
-    content = None if found is None else {"step": found.step, "cursor": found.cursor, "numbers": found.numbers}
-    content = world.share(content)
-    return checkpoint if world.is_first or content is None else Checkpoint(**content)
 
 
 def assist_save(checkpoint: Checkpoint) -> None:
