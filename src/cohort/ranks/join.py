@@ -63,7 +63,7 @@ def join_ranks(device: str) -> World:
     _end_with_parent()
     remember_store()
     if rank == 0 and uses_gpu:
-        log.warning("ranks on GPUs were never tried by those who wrote them: see docs/ranks.md, and look at the results")
+        log.warning("ranks on GPUs were never tried by those who wrote them: see docs/ranks.md, and check results")
     if rank > 0:
         # All ranks notice the same things, and the first one says them.
         logging.getLogger("cohort").setLevel(logging.ERROR)
