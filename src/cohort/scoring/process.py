@@ -171,7 +171,9 @@ class Worker:
         self._incoming = bytearray(rest)
         replies: list[Reply] = []
         try:
-            replies += [self._decode(line) for line in lines]
+            # One by one: replies before a line that is none are good, the worker's first among them.
+            for line in lines:
+                replies.append(self._decode(line))
         except ValueError:
             self.garbled = "the grader wrote into the pipe of the scoring protocol"
         if len(rest) > MAX_LINE:

@@ -13,7 +13,7 @@ import pytest
 
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
-from cohort.scoring.process import make_worker_environment
+from cohort.scoring.process import Worker, make_worker_environment
 from cohort.scoring.wire import MAX_FAILURE, Hello, Item, Limits, Ready, Reply, check_environment_reply
 from cohort.scoring.worker import CapturedOutput, describe_error, score_item, shorten_reply
 from cohort.system.secrets import Secrets
@@ -45,6 +45,23 @@ def test_records_survive_the_wire() -> None:
         Reply(number=3, contract="c"),
     ):
         assert Reply.decode(reply.encode()) == reply
+
+
+def test_replies_before_a_line_that_is_none_are_kept() -> None:
+    """They may arrive together: then a worker has started, although its first grader wrote into the pipe."""
+    hello = Hello(task=TaskRef.from_task(Arithmetic()), limits=Limits(), import_path=[])
+    worker = Worker(hello, 0)
+    replies, writer = os.pipe()
+    os.dup2(replies, worker._replies)
+    os.set_blocking(worker._replies, False)
+    good = [Reply(ready=Ready(("correct",), "correct")), Reply(number=0, parts={"correct": 1.0})]
+    os.write(writer, b"".join(reply.encode() for reply in good) + b"hello\n" + good[1].encode())
+    try:
+        assert worker.read_replies() == good and "wrote into the pipe" in worker.garbled
+    finally:
+        worker.kill()
+        os.close(replies)
+        os.close(writer)
 
 
 @pytest.mark.parametrize(
