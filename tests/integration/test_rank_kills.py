@@ -68,7 +68,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("whole")
     process = start("train", "quickstart", *SMALL, "--name", "run", "--ranks", 2, at=folder)
     assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    yield folder / "runs" / "run"
+    run = folder / "runs" / "run"
+    assert "--ranks 2" in (run / "run.md").read_text(), "the card has the command as it was typed"
+    yield run
 
 
 def resume_and_compare(folder: Path, whole: Path) -> None:

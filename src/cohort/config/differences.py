@@ -24,7 +24,7 @@ from cohort.tasks.base import choose_task, make_with_defaults
 
 # What every run has of its own, and flags of `cohort train` that are no settings.
 _NOT_COMPARED = frozenset({"format", "kind", "recipe", "date"})
-_COMMAND_FLAGS = frozenset({"name", "out", "log", "sinks"})
+_COMMAND_FLAGS = frozenset({"name", "out", "log", "sinks", "ranks"})
 # The value that stands for a choice which is made when the run starts, and then recorded.
 _CHOSEN_AT_START = "auto"
 _FLAG = re.compile(r"(?<!\S)'?--([\w.-]+)")

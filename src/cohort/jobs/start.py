@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from cohort.logs.forward import forward_logs
 from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import View, make_view
 from cohort.ranks.agree import agree_on_errors
+from cohort.ranks.environment import RENDEZVOUS, count_local_ranks
 from cohort.run.directory import RunDirectory
 from cohort.run.job import Job
 from cohort.run.life import Run
@@ -74,7 +76,10 @@ def _create_directory(out: Path, job: RunnableJob, name: str | None) -> RunDirec
     """Returns a new run directory below `out`, with the config of the job and the command that the user typed."""
     # Called from Python, there is no command that could be repeated.
     is_command = sys.argv[1:2] == ["train"]
-    typed = join_command(["cohort", *sys.argv[1:]]) if is_command else "# started from Python: the settings are below"
+    # The launcher has removed its own flag from the command of a rank.
+    ranks = ["--ranks", str(count_local_ranks())] if RENDEZVOUS in os.environ else []
+    words = ["cohort", *sys.argv[1:], *ranks]
+    typed = join_command(words) if is_command else "# started from Python: the settings are below"
     return RunDirectory.create(out, job.config, name, command=typed)
 
 

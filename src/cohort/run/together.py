@@ -15,7 +15,6 @@ from cohort.evaluation.records import Evaluation
 from cohort.run.checkpoint import Checkpoint, assist_save
 from cohort.run.job import Job, StepRecord
 from cohort.run.signals import StopSignals
-from cohort.run.store.records import RunDescription
 from cohort.serialize import record
 from cohort.world import World
 
@@ -95,10 +94,6 @@ class LeadingJob:
         """Restores a checkpoint on all ranks. Only this rank sees its files."""
         self.lead(Command(name="restore", step=state.step, cursor=state.cursor, numbers=state.numbers))
         self._job.restore(state)
-
-    def describe(self) -> RunDescription:
-        """Returns what terminal and run card say about the run."""
-        return self._job.describe()
 
 
 class FollowingRun:

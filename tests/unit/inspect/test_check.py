@@ -22,7 +22,7 @@ from cohort.data import pack as packing
 from cohort.fates import Fate
 from cohort.inspect.check.cases import advise_on_failure
 from cohort.inspect.check.findings import Finding, fail, ok, quote, warn
-from cohort.inspect.check.plan import check_memory, check_step_time
+from cohort.inspect.check.plan import check_memory, check_ranks, check_step_time
 from cohort.inspect.check.reward import check_reward
 from cohort.inspect.check.source import check_overlap
 from cohort.inspect.check.trial import Trial, compare_gradients, give_distinct_rewards, sample_trial
@@ -408,6 +408,9 @@ def test_the_plan_says_bytes_and_seconds_and_is_refused_where_memory_is_short(jo
     found = check_memory(trial)
     params = sum(p.numel() for p in job.model.decoder.parameters())
     assert found.status == "ok" and found.details["bytes"] > 12 * params  # weights and two moments, and more
+    each = check_ranks(trial, 2)
+    assert each.status == "ok" and each.text.startswith("each of 2 ranks needs")
+    assert found.details["bytes"] > each.details["none_bytes"] > each.details["optimizer_bytes"]
     real = __import__("os").sysconf
     for share, status in ((1.1, "warn"), (0.9, "FAIL")):
         there = int(found.details["bytes"] * share)

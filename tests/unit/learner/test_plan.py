@@ -46,6 +46,15 @@ def test_counts_by_hand():
     assert work_bytes_per_token(QWEN, 2, recompute=True) - work_bytes_per_token(QWEN, 2, recompute=False) == kept
 
 
+def test_ranks_that_hold_one_model_have_slices_and_a_whole_copy():
+    two = replace(DEMAND, tensor=2)
+    # The whole weights to sample from; half of the weights, the masters and the moments.
+    assert state_bytes(two) == 2 * num_params(QWEN) + (2 + 4 + 8) * num_params(QWEN) // 2
+    whole, half = (update_bytes(demand, 8192, recompute=False) for demand in (DEMAND, two))
+    # Gradients and logits are halved; the residual stream is not.
+    assert whole / 2 < half < 0.75 * whole
+
+
 def test_tensors_that_never_exist_together_are_not_added():
     """These are the head's chunk and a layer's backward, and the logits and the gradient of the head."""
     # Numbers of tokens: with few the head needs more memory, with many the layers do.
