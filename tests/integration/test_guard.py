@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from cohort.scoring import process
-from cohort.scoring.guard import WATCH_SECONDS
 from cohort.scoring.pool import ScoringPool
 from cohort.scoring.wire import Limits
+from cohort.system.guard import WATCH_SECONDS
 from cohort.system.kernel import list_children
 from cohort.tasks.base import make_plain_answer
 from cohort.tasks.ref import TaskRef
@@ -79,7 +79,7 @@ class Leaves:
 EVERY_KIND = ("program", "session", "orphan")
 OWNER = """
 import os, sys
-from cohort.scoring.guard import WATCH_SECONDS
+from cohort.system.guard import WATCH_SECONDS
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.base import make_plain_answer
 from cohort.tasks.ref import TaskRef

@@ -46,6 +46,7 @@ def make(slots: int = 12, tokenizer: type[Tokenizer] = Tokenizer) -> VllmEngine:
     engine._closed = False  # one test closes it, which only aborts requests
     for id in list(engine._pending):
         engine.abort(id)
+    engine._events, engine.version = [], 0
     engine.tokenizer = tokenizer.load(TINY)
     return engine
 
@@ -60,7 +61,7 @@ def assert_equal(ours: dict[str, Sample], theirs: dict[str, Sample]) -> None:
 
 
 class TestConformance(EngineConformance):
-    abilities = Abilities(live_weights=False)
+    abilities = Abilities(truncation=False)
 
     def make(self, slots: int = 4) -> VllmEngine:
         return make(slots, Speller)

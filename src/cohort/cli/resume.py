@@ -50,15 +50,15 @@ def run(args: list[str]) -> None:
     for flag in changed:
         if not may_change(flag.name):
             raise ConfigError(
-                f"{flag.spelling} cannot change: a run keeps its settings, only --steps may grow, and --learner.shard, "
-                "--learner.tensor and --scoring.x may change. Remove it, or start a new run with it: cohort train "
-                "RECIPE --flags."
+                f"{flag.spelling} cannot change: a run keeps its settings, only --steps may grow, and --engine, "
+                "--learner.shard, --learner.tensor and --scoring.x may change. Remove it, or start a new run with it: "
+                "cohort train RECIPE --flags."
             )
     changes = [word for flag in changed for word in flag.to_words()]
     others = [word for flag in given if flag not in changed for word in flag.to_words()]
     about = (
-        "Continue a run, or a sweep, exactly where it stopped. --learner.shard, --learner.tensor and --scoring.x may "
-        "be given other values than before."
+        "Continue a run, or a sweep, exactly where it stopped. --engine, --learner.shard, --learner.tensor and "
+        "--scoring.x may be given other values than before."
     )
     (where,), options = read_arguments("resume", ["RUN"], about, Options(), [*words, *others])
     path = find_sweep(where) or find_run(where, or_sweep=True)

@@ -22,7 +22,7 @@ class NativeEngine(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class VllmEngine(Section):
-    """vLLM in this process. It cannot load new weights, so it can evaluate but not train."""
+    """vLLM in this process, with weights of its own: every load of new ones is proved. One process only."""
 
     slots: Slots = 256
     """Samples that are decoded at the same time."""

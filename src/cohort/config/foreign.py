@@ -232,8 +232,7 @@ SETTINGS: tuple[ForeignEntry, ...] = (
     ForeignEntry(
         "use_vllm vllm_mode vllm_gpu_memory_utilization gpu_memory_utilization vllm_num_engines",
         "",
-        _NO_SUCH
-        + "training samples with Cohort's own engine. Remove it; cohort eval TASK --engine vllm evaluates with vLLM.",
+        _NO_SUCH + "--engine vllm samples with vLLM in this process; --engine.memory is its share of the GPU's memory.",
     ),
     ForeignEntry(
         "num_processes nnodes n_gpus_per_node num_gpus tensor_parallel_size fsdp deepspeed zero_stage tp dp",

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from cohort.config.load import change_config
 from cohort.config.schema import RunConfig
 
-MAY_CHANGE = ("steps", "learner.shard", "learner.tensor", "scoring.")
+MAY_CHANGE = ("steps", "learner.shard", "learner.tensor", "engine", "engine.", "scoring.")
 """Names of settings that may change; with a dot at the end, all of a section."""
 
 
 def may_change(name: str) -> bool:
     """Returns whether the setting with this full name may change when a run is resumed.
 
-    >>> may_change("learner.shard"), may_change("scoring.seconds"), may_change("optim.lr")
-    (True, True, False)
+    >>> may_change("learner.shard"), may_change("engine"), may_change("scoring.seconds"), may_change("optim.lr")
+    (True, True, True, False)
     """
     return name in MAY_CHANGE or any(name.startswith(part) for part in MAY_CHANGE if part.endswith("."))
 

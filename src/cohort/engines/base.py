@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from cohort.errors import ConfigError
 from cohort.serialize import record
@@ -59,6 +59,7 @@ class Abilities:
     token_ids: bool = True
     logprobs: bool = True
     live_weights: bool = True
+    truncation: bool = True  # says how much probability top-p, top-k and min-p kept; training needs it with these only
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,6 +140,20 @@ class Engine(Protocol):
         """
 
 
+@runtime_checkable
+class ComparableEngine(Protocol):
+    """An engine with weights of its own, whose log-probabilities can be compared with the learner's.
+
+    Engines that sample from the learner's own storage need no comparison, and have no such method.
+    """
+
+    def compute_logprobs(self, tokens: list[int]) -> list[float]:
+        """Returns the log-probability of every token after the first, given those before it, at temperature 1.
+
+        It is computed from the current weights alone: nothing that was cached before is used. Requests under way go on.
+        """
+
+
 def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
     """Submits the requests, polls until the engine is idle, and returns the finished samples by request id.
 
@@ -154,8 +169,11 @@ def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
     return done
 
 
-def require_for_training(abilities: Abilities, name: str) -> None:
-    """Raises ConfigError if the engine called `name` lacks token ids, log-probabilities or live weights."""
+def require_for_training(abilities: Abilities, name: str, truncates: bool = False) -> None:
+    """Raises ConfigError if the engine called `name` lacks token ids, log-probabilities or live weights.
+
+    `truncates` says that top-p, top-k or min-p is set, which not every engine can do in training.
+    """
     needs = {
         "token ids": abilities.token_ids,
         "log-probabilities": abilities.logprobs,
@@ -163,6 +181,11 @@ def require_for_training(abilities: Abilities, name: str) -> None:
     }
     if missing := [what for what, has in needs.items() if not has]:
         raise ConfigError(
-            f"--engine {name} is for cohort eval only: training with it is not there yet, because it lacks "
-            f"{', '.join(missing)}. Train with --engine native, or remove --engine."
+            f"--engine {name} is for cohort eval only, because it lacks {', '.join(missing)}. Train with --engine "
+            "native, or remove --engine."
+        )
+    if truncates and not abilities.truncation:
+        raise ConfigError(
+            f"--engine {name} cannot train with top-p, top-k or min-p: it does not say how much probability they kept. "
+            "Remove --sampling.top_p, --sampling.top_k and --sampling.min_p, or train with --engine native."
         )

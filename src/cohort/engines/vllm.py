@@ -1,4 +1,4 @@
-"""An engine that runs vLLM in this process, for evaluation.
+"""An engine that runs vLLM in this process, for evaluation and training.
 
 Prompts go in as token ids and vLLM loads no tokenizer: stop strings are found and text is decoded here, by the same
 code as for the native engine. What vLLM cannot promise:
@@ -7,8 +7,10 @@ code as for the native engine. What vLLM cannot promise:
   near ties, which another batch may decide otherwise. It is not the native engine's text. Greedy text is, except for
   near ties. vLLM applies min-p first and then top-k and top-p; the native engine does the opposite.
 - Log-probabilities before truncation. If top-p, top-k or min-p truncate, `sampler_logprobs` are 0 and `kept_mass` is
-  empty.
-- New weights: it cannot train.
+  empty. So training refuses truncation.
+
+New weights are handed over in memory, tensor by tensor. Requests under way are computed again from their tokens, with
+the new weights, and go on: their samples record from which token on which version was used.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +40,10 @@ VLLM_ENVIRONMENT = {
     # The drawn tokens must not depend on when requests reach another process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+REPEAT = (
+    "Continue: cohort resume RUN for training; cohort eval, repeated with the same words, keeps the answers that are "
+    "finished."
+)
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -51,6 +57,7 @@ class PendingOutput:
     logprobs: list[float] = field(default_factory=list)
     num_complete: int = 0  # tokens whose text is complete: no stop string ends inside them
     num_reported: int = 0  # tokens in events so far
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (index of first token, version), in order
     tail: str = ""  # the end of the text, as long as the part of a stop string that may be in it
 
     def add_tokens(self, tokens: list[int], logprobs: list[float]) -> bool:
@@ -77,13 +84,21 @@ class PendingOutput:
         The draft is cut after a stop string. Its `finish` is None if nothing (stop string, stop id, length) ended it.
         """
         draft = Draft(request=self.request)
-        draft.set_version(version=0)
         # Only the last tokens may complete a stop string. A draft decodes these one by one, which is slow for all.
         sure = max(0, len(self.tokens) - MAX_LATE_TOKENS)
         for part in (slice(sure), slice(sure, None)):
             if draft.finish is None:
                 draft.add_tokens(self.tokens[part], self.logprobs[part], [], tokenizer.decode)
+        # A stop string may have cut tokens of the newest version.
+        draft.versions = [span for span in self.versions if span[0] < len(draft.tokens)] or self.versions[:1]
         return draft
+
+    def set_version(self, version: int) -> None:
+        """Records that tokens added from now on come from weights of `version`."""
+        if self.versions and self.versions[-1][0] == len(self.tokens):
+            # No token was drawn with the version before.
+            self.versions.pop()
+        self.versions.append((len(self.tokens), version))
 
     def make_event(self, num: int) -> Event:
         """Returns an event with those of the first `num` tokens that were not reported, and counts them as reported.
@@ -104,8 +119,7 @@ class VllmEngine:
     """
 
     name = "vllm"
-    abilities = Abilities(live_weights=False)
-    version = 0  # it takes no new weights
+    abilities = Abilities(truncation=False)
 
     def __init__(
         self,
@@ -146,6 +160,9 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         }
         check_options(options, {f.name for f in fields(self._vllm.EngineArgs)}, settings)
+        if self._vllm.platforms.current_platform.is_cpu():
+            # A prompt in parts makes vLLM turn back a request's random numbers, which it cannot do on a CPU.
+            settings["enable_chunked_prefill"] = False
         settings |= {"load_format": "safetensors", **options}
         try:
             with warnings.catch_warnings():
@@ -155,7 +172,10 @@ class VllmEngine:
         except (ValueError, RuntimeError, OSError, ImportError) as e:
             raise ModelError(f"vLLM cannot serve {folder}: {shorten_error(e)}. Use --engine native.") from e
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
+        self.version = 0
         self._pending: dict[str, PendingOutput] = {}
+        self._events: list[Event] = []  # of requests, found while something else was computed
+        self._num_probes = 0
         self._closed = False
         self.work = WorkCounters()
 
@@ -178,7 +198,7 @@ class VllmEngine:
         except ValueError as e:
             raise ConfigError(f'vLLM refuses request "{request.id}": {shorten_error(e)}. Change what it names.') from e
         stream = TextStream(self.tokenizer) if request.sampling.stop_strings else None
-        self._pending[request.id] = PendingOutput(request=request, text_stream=stream)
+        self._pending[request.id] = PendingOutput(request=request, text_stream=stream, versions=[(0, self.version)])
 
     def _make_params(self, request: Request) -> Any:
         """Returns vLLM's SamplingParams object for a request. Its seed is derived from the request's key and `start`.
@@ -206,8 +226,8 @@ class VllmEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
-        return not self._pending
+        """Whether no request is under way and no event waits to be reported."""
+        return not self._pending and not self._events
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Runs one step of vLLM and returns the events: new tokens whose text is complete, and samples that ended.
@@ -215,13 +235,16 @@ class VllmEngine:
         Returns [] without a step if no request is under way. `timeout` is ignored, because vLLM runs in this process.
         Raises EngineError if vLLM loses a request or ends one for a reason of its own.
         """
-        if not self._pending:
-            return []
+        events, self._events = self._events, []
+        return events + self._step() if self._pending else events
+
+    def _step(self) -> list[Event]:
+        """Runs one step of vLLM, which has requests under way, and returns its events."""
         outputs = self._engine.step()
         if not outputs and not self._engine.has_unfinished_requests():
             raise EngineError(
                 f"vLLM has lost {len(self._pending)} requests: it has nothing left to do, but gave no answer to them. "
-                "Repeat the cohort eval command; it keeps the answers that are finished."
+                f"{REPEAT}"
             )
         return [event for output in outputs if (event := self._read_output(output)) is not None]
 
@@ -241,8 +264,7 @@ class VllmEngine:
         stopped = pending.add_tokens(tokens, logprobs)
         if output.finished and drawn.finish_reason not in ("stop", "length"):
             raise EngineError(
-                f'vLLM broke request "{pending.request.id}" off, with the reason "{drawn.finish_reason}". Repeat the '
-                "cohort eval command; it keeps the answers that are finished."
+                f'vLLM broke request "{pending.request.id}" off, with the reason "{drawn.finish_reason}". {REPEAT}'
             )
         if stopped or output.finished:
             draft = pending.make_draft(self.tokenizer)
@@ -267,6 +289,10 @@ class VllmEngine:
 
         Raises CohortError for an unknown id.
         """
+        waiting, self._events = self._events, [event for event in self._events if event.id != id]
+        # It may have ended in `compute_logprobs`, and the caller not know it yet.
+        if ended := [event.sample for event in waiting if event.id == id and event.sample is not None]:
+            return replace(ended[0], finish=Finish.ABORT)
         if id not in self._pending:
             raise unknown_request_error(id)
         self._engine.abort_request([id])
@@ -281,8 +307,48 @@ class VllmEngine:
         """Does nothing: vLLM finds equal first tokens in its own cache, and drops them when it needs the memory."""
 
     def load(self, weights: Weights, version: int) -> None:
-        """Always raises ConfigError: vLLM takes no new weights."""
-        raise ConfigError("the vllm engine takes no new weights: it can only evaluate. Train with --engine native.")
+        """Replaces vLLM's weights by `weights`, one tensor after the other. All cached KV is dropped.
+
+        Requests under way are computed again, with the new weights, from the tokens that they have. vLLM itself only
+        logs a warning about a tensor that it lacks: `engines.sync` proves the load. Raises EngineError after `close`,
+        and if vLLM refuses the weights or cannot drop its cache.
+        """
+        if self._closed:
+            raise closed_engine_error(self.name)
+        try:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            self._engine.collective_rpc(pack_tied_head)
+        except (ValueError, RuntimeError, KeyError, AssertionError) as e:
+            raise EngineError(
+                f"vLLM does not take version {version} of the weights: {shorten_error(e)}. Train with --engine native."
+            ) from e
+        # Running requests are computed again too. Their KV is of the old weights.
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError(f"vLLM still has KV of version {self.version} of the weights in its cache. {REPEAT}")
+        self.version = version
+        for pending in self._pending.values():
+            pending.set_version(version)
+
+    def compute_logprobs(self, tokens: list[int]) -> list[float]:
+        """Returns the log-probability of every token after the first, at temperature 1, with the current weights.
+
+        vLLM does not read its cache for this. Requests under way go on meanwhile; the next `poll` returns their events.
+        """
+        # vLLM gives the log-probabilities of a prompt before any processing, so at temperature 1.
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        self._num_probes += 1
+        id = f"cohort-probe-{self._num_probes}"
+        self._engine.add_request(id, self._vllm.inputs.tokens_input(list(tokens)), params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.request_id != id:
+                    event = self._read_output(output)
+                    self._events += [] if event is None else [event]
+                elif output.finished:
+                    # The first token has none.
+                    rows = output.prompt_logprobs[1:]
+                    return [float(row[token].logprob) for token, row in zip(tokens[1:], rows, strict=True)]
+        raise EngineError(f"vLLM gave no log-probabilities of a prompt. {REPEAT}")
 
     def close(self) -> None:
         """Aborts every request. vLLM itself stays loaded. A later `submit` raises EngineError."""
@@ -301,6 +367,7 @@ def import_vllm() -> Any:
         os.environ.setdefault(name, value)
     try:
         import vllm.inputs  # type: ignore[import-not-found,unused-ignore]
+        import vllm.platforms  # type: ignore[import-not-found,unused-ignore]
         import vllm.sampling_params  # type: ignore[import-not-found,unused-ignore]
     except ImportError as e:
         if isinstance(e, ModuleNotFoundError) and e.name == "vllm":
@@ -310,6 +377,17 @@ def import_vllm() -> Any:
             "vllm), or use --engine native."
         ) from e
     return vllm
+
+
+def pack_tied_head(worker: Any) -> None:
+    """Makes vLLM's packed copy of a head again that is the embedding itself, in the process of a vLLM worker.
+
+    On a CPU vLLM computes with packed copies of its matrices. With new weights it packs those that it loads, and it
+    loads no tied head: that would stay as it was. Elsewhere there are no such copies, and nothing is done.
+    """
+    head = getattr(worker.get_model(), "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
 
 
 def check_options(options: Mapping[str, Any], known: set[str], fixed: Mapping[str, Any]) -> None:

@@ -15,13 +15,14 @@ import torch
 
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.config.document import get_variant_name
+from cohort.config.engines import VllmEngine
 from cohort.config.imitation import DPO, SFT
 from cohort.config.kinds import RL
 from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import Conversation, NativeEngine, RunConfig
-from cohort.engines.base import require_for_training
+from cohort.engines.base import ComparableEngine, Engine, require_for_training
 from cohort.engines.factory import EngineModel, get_abilities, make_engine
-from cohort.engines.sync import WeightSync
+from cohort.engines.sync import Canary, WeightSync
 from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
 from cohort.jobs.imitation import build_dpo_job, build_sft_job
@@ -96,7 +97,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     """
     # All ranks must join: it comes before anything that may fail on one of them.
     grid = world.split(config.learner.tensor)
-    require_for_training(get_abilities(config.engine), get_variant_name("engine", config.engine))
+    _check_engine(config, world)
     config = resolve_machine_settings(config)
     check_packages(config.task)
     device = choose_device(config.device)
@@ -120,8 +121,13 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
         decode=tokenizer.decode,
         context=limit + longest,
         reserve=0 if plan is None else plan.update,
+        folder=folder,
+        tokenizer=tokenizer,
+        dtype=config.learner.dtype,
     )
     engine = make_engine(config.engine, subject)
+    sync = WeightSync(get_weights=learner.weights, engine=engine, canary=_make_canary(engine, learner, config, model))
+    sync.start(rounded=config.learner.lora.base == "nf4")
     scorer = make_scorer(config, tokenizer)
     training, evaluation = make_episode_settings(
         config, sampling, tokenizer, context=limit + longest if isinstance(config.turns, Conversation) else 0
@@ -133,7 +139,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
         inputs=_digest_inputs(config, folder, stream, problems),
         engine=engine,
         learner=learner,
-        sync=WeightSync(get_weights=learner.weights, engine=engine),
+        sync=sync,
         scorer=scorer,
         producer=Producer(engine, scorer, stream, training, order, world),
         eval_producer=Producer(engine, scorer, stream, evaluation, order, world),
@@ -142,6 +148,31 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
         algo=algo,
         mover=GroupMover(world, grid),
         tokenizer=tokenizer,
+    )
+
+
+def _check_engine(config: RL, world: World) -> None:
+    """Raises ConfigError if the engine cannot be trained with, or not in this way."""
+    name = get_variant_name("engine", config.engine)
+    s = config.sampling
+    require_for_training(get_abilities(config.engine), name, truncates=s.top_p < 1 or s.top_k > 0 or s.min_p > 0)
+    # vLLM uses torch's group of processes, of which there is one: it would take the ranks for its own.
+    if isinstance(config.engine, VllmEngine) and world.size > 1:
+        raise ConfigError(
+            f"--engine vllm trains in one process, and this run has {world.size} ranks: start it without torchrun, or "
+            "with --engine native."
+        )
+
+
+def _make_canary(engine: Engine, learner: LocalLearner, config: RL, model: LoadedModel) -> Canary | None:
+    """Returns what proves that weights arrive in the engine; None if it samples from the learner's own storage."""
+    if not isinstance(engine, ComparableEngine):
+        return None
+    return Canary(
+        engine=engine,
+        compute=learner.compute_logprobs,
+        vocab_size=model.config.vocab_size,
+        dtype=config.learner.dtype,
     )
 
 

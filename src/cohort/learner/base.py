@@ -197,6 +197,12 @@ class Learner(Protocol):
         The metrics are over all ranks, and those of entropies are left out.
         """
 
+    def compute_logprobs(self, tokens: list[int]) -> list[float]:
+        """Returns the log-probability of every token after the first, by the current policy at temperature 1.
+
+        It proves that an engine has received the weights. Every rank must call it.
+        """
+
     def weights(self) -> CurrentWeights:
         """Returns the current weights. Iterating over them yields (Hugging Face name, tensor), not copied if possible.
 

@@ -28,6 +28,7 @@ from cohort.learner.minibatch import (
     MinibatchResult,
     TokenLoss,
     describe_layout,
+    make_bare_group,
     make_token_logprobs,
     repack,
     scatter_to_samples,
@@ -355,15 +356,28 @@ class LocalLearner(StoredLearner):
         self.backend.step(lr, clip / norm if 0 < clip < norm else 1.0)
         return {"updates/done": 1.0, "updates/clipped": float(0 < clip < norm), "grad_norm": norm, "lr": lr}
 
+    @in_phase("a comparison with the engine")
+    def compute_logprobs(self, tokens: list[int]) -> list[float]:
+        """Returns the log-probability of every token after the first, by the current policy at temperature 1.
+
+        Every rank must call it.
+        """
+        batch = make_batch([make_bare_group(tokens)])
+        budget = max(self.token_budget, len(tokens))
+        found = self._compute_logprobs(pack_minibatch(batch, 0, budget, share=False), temperature=1.0)
+        return [float(value) for value in found[0]]
+
     @torch.no_grad()
-    def _compute_logprobs(self, minibatch: Minibatch) -> dict[int, Floats]:
+    def _compute_logprobs(self, minibatch: Minibatch, temperature: float | None = None) -> dict[int, Floats]:
         """Returns the log-probabilities [T] of the minibatch's samples, by sample number; 0 where a token is no target.
 
-        They are those of the current policy, or of the reference inside `Backend.as_reference`.
+        They are those of the current policy, or of the reference inside `Backend.as_reference`. `temperature` None =
+        that of sampling.
         """
         micros = minibatch.microbatches
+        temperature = self.temperature if temperature is None else temperature
         with self.backend.in_step(len(micros)):
-            pieces = [(m.segments, self.backend.logprobs(m, self.temperature)) for m in micros]
+            pieces = [(m.segments, self.backend.logprobs(m, temperature)) for m in micros]
         return scatter_to_samples(minibatch.batch, pieces)
 
     # ---- notices ---------------------------------------------------------------------------------------------

@@ -18,7 +18,18 @@ from cohort.data.batch import Batch, Floats, Microbatch, Minibatch
 from cohort.data.pack import pack_minibatch, with_old_logprobs
 from cohort.learner.base import TokenLogprobs
 from cohort.learner.head import GradientFunction
+from cohort.types import Group, Prompt, Provenance, Sample
 from cohort.world import World
+
+
+def make_bare_group(tokens: list[int]) -> Group:
+    """Returns a sequence of tokens of no task as a group: its first token is the prompt, the others are one sample."""
+    first, *rest = tokens
+    prompt = Prompt(task="", id="", visit=0, row={}, messages=[], tokens=[first], provenance=[int(Provenance.PROMPT)])
+    drawn = [int(Provenance.SAMPLED)] * len(rest)
+    # Any reward: a sample without one would count as not scored.
+    sample = Sample(tokens=rest, provenance=drawn, sampler_logprobs=[0.0] * len(rest), reward=0.0)
+    return Group(prompt=prompt, samples=[sample])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -55,10 +55,11 @@ def train(
         groups, stats = update_policy(learner, algo, groups, config.learner)
         # These prompts are finished: a checkpoint need not bring them back.
         producer.close_groups(groups)
-        # Nothing is copied if sampler and learner share the storage of the weights.
+        # Nothing is copied if sampler and learner share the storage of the weights. Else the load is proved.
         sync.send(version=step + 1)
         # The first rank logs, and all evaluate and save a checkpoint when they are due.
-        run.end_step(step, make_step_record(step, mover.collect_on_first(groups), stats.metrics | mover.metrics))
+        metrics = stats.metrics | sync.metrics | mover.metrics
+        run.end_step(step, make_step_record(step, mover.collect_on_first(groups), metrics))
 
 
 def update_policy(

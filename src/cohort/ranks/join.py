@@ -79,7 +79,8 @@ def count_gpus() -> int:
 
 def leave_ranks() -> None:
     """Closes the connections to the other ranks, if this process is a rank."""
-    if dist.is_initialized():
+    # A group in a process that is no rank belongs to somebody else, such as vLLM, who closes it.
+    if is_rank() and dist.is_initialized():
         # A divided model refers to the group, and torch aborts the process if the group goes first.
         gc.collect()
         dist.destroy_process_group()

@@ -145,7 +145,7 @@ class RunDirectory:
             more = f" ({len(changed) - 1} other settings differ too)" if len(changed) > 1 else ""
             raise RunError(
                 f"{self.path} was started with {name} = {old}, not {new}{more}. A run keeps its settings (only steps, "
-                f"learner.shard, learner.tensor and scoring may change): put the old values back into "
+                f"engine, learner.shard, learner.tensor and scoring may change): put the old values back into "
                 f"{self.config_file}, or start a new run with `cohort train`."
             )
         if new_steps < old_steps:

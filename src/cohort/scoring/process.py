@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.scoring.guard import END_SECONDS
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
+from cohort.system.guard import END_SECONDS
 from cohort.system.json_text import parse_json
 from cohort.system.secrets import Secrets
 

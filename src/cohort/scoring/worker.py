@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 from cohort import sandbox
 from cohort.errors import CohortError, ServiceError, TaskError, UserCodeError
 from cohort.scoring.concurrent import STACK_BYTES, ConcurrentServer
-from cohort.scoring.guard import start_guard
 from cohort.scoring.wire import MAX_FAILURE, MAX_PRINTED, Hello, Item, Limits, Ready, Reply
+from cohort.system.guard import start_guard
 from cohort.system.kernel import limit_memory, measure_peak_memory, set_soft_limit
 from cohort.system.secrets import Secrets
 from cohort.tasks.base import MAX_REASON, Task

@@ -43,8 +43,8 @@ def test_a_server_is_asked_for_the_model_by_its_name():
 def test_abilities_of_a_variant_are_those_of_its_engine():
     stated = {name: get_abilities(cls()) for name, cls in ENGINES.items()}
     assert stated["native"] == Abilities()
-    assert stated["vllm"] == Abilities(live_weights=False)
-    assert stated["server"] == Abilities(token_ids=False, logprobs=False, live_weights=False)
+    assert stated["vllm"] == Abilities(truncation=False)
+    assert stated["server"] == Abilities(token_ids=False, logprobs=False, live_weights=False, truncation=False)
 
 
 @pytest.mark.parametrize("missing", ["token_ids", "logprobs", "live_weights"])
@@ -54,16 +54,22 @@ def test_training_needs_every_ability(missing: str):
         missing
     ]
     with pytest.raises(
-        ConfigError, match=f"--engine odd is for cohort eval only: .* it lacks {words}. Train with --engine native"
+        ConfigError, match=f"--engine odd is for cohort eval only, because it lacks {words}. Train with --engine native"
     ):
         require_for_training(Abilities(**{missing: False}), "odd")
 
 
-@pytest.mark.parametrize("name", ["vllm", "server"])
-def test_a_run_with_an_engine_that_cannot_train_is_refused_before_anything_is_written(name: str, tmp_path: Path):
+REFUSED = {
+    "--engine server is for cohort eval only": ["--engine", "server"],
+    "--engine vllm cannot train with top-p, top-k or min-p": ["--engine", "vllm", "--sampling.top_p", "0.9"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_run_with_an_engine_that_cannot_train_is_refused_before_anything_is_written(words: str, tmp_path: Path):
     """vLLM or a server need not be there: the variant's abilities are enough to refuse it."""
-    with pytest.raises(ConfigError, match=f"--engine {name} is for cohort eval only") as error:
-        build.train(load_config("quickstart", ["--engine", name]), tmp_path / "run", "plain")
+    with pytest.raises(ConfigError, match=words) as error:
+        build.train(load_config("quickstart", REFUSED[words]), tmp_path / "run", "plain")
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
