@@ -147,10 +147,11 @@ class ComparableEngine(Protocol):
     Engines that sample from the learner's own storage need no comparison, and have no such method.
     """
 
-    def compute_logprobs(self, tokens: list[int]) -> list[float]:
+    def compute_logprobs(self, tokens: list[int]) -> list[list[float]]:
         """Returns the log-probability of every token after the first, given those before it, at temperature 1.
 
-        It is computed from the current weights alone: nothing that was cached before is used. Requests under way go on.
+        There is one list per copy of the weights that the engine samples from: each must be proved. They are computed
+        from the current weights alone: nothing that was cached before is used. Requests under way go on.
         """
 
 

@@ -35,8 +35,8 @@ ADVICE = "Continue from the last checkpoint with another engine: cohort resume R
 class Canary:
     """Compares the log-probabilities of engine and learner on fixed sequences of random tokens.
 
-    The gap is the mean difference per token, without sign. The first comparison is of the model as both have read it
-    from its files. It sets the tolerance of all later ones.
+    The gap is the mean difference per token, without sign, of the copy of the weights that differs most. The first
+    comparison is of the model as both have read it from its files. It sets the tolerance of all later ones.
     """
 
     engine: ComparableEngine
@@ -44,14 +44,20 @@ class Canary:
     vocab_size: int
     dtype: str
     tolerance: float = 0.0  # 0 = not measured yet
+    expected: list[list[float]] = field(default_factory=list)  # per sequence, what the learner computed last
 
     def measure_gap(self) -> float:
         """Returns the gap between engine and learner, with the weights that each has now."""
-        gaps: list[float] = []
-        for tokens in make_sequences(self.vocab_size):
-            pairs = zip(self.engine.compute_logprobs(tokens), self.compute(tokens), strict=True)
-            gaps += [abs(theirs - ours) for theirs, ours in pairs]
-        return sum(gaps) / len(gaps)
+        self.expected = [self.compute(tokens) for tokens in make_sequences(self.vocab_size)]
+        return self._compare(self.engine)
+
+    def _compare(self, engine: ComparableEngine) -> float:
+        """Returns the gap between `engine`, with its weights of now, and what the learner computed last."""
+        found = [engine.compute_logprobs(tokens) for tokens in make_sequences(self.vocab_size)]
+        ours = torch.tensor(self.expected, dtype=torch.float64)[:, None]  # [sequences, 1, tokens]
+        # [sequences, copies, tokens] -> [copies]
+        gaps = (torch.tensor(found, dtype=torch.float64) - ours).abs().mean((0, 2))
+        return float(gaps.max())  # NaN if one of them is
 
     def set_tolerance(self, name: str) -> None:
         """Measures the gap at the start of a run, and sets the tolerance. `name` is that of the engine.
@@ -70,7 +76,18 @@ class Canary:
 
     def check(self, name: str, version: int) -> float:
         """Returns the gap after a load. Raises EngineError, with the numbers, if it is larger than the tolerance."""
-        gap = self.measure_gap()
+        return self._check_gap(self.measure_gap(), name, version)
+
+    def check_again(self, engine: ComparableEngine, name: str, version: int) -> float:
+        """Returns the gap between what the learner computed last and `engine`, which has got the same weights later.
+
+        Raises EngineError, with the numbers, if it is larger than the tolerance. The learner computes nothing: it may
+        have newer weights by now.
+        """
+        return self._check_gap(self._compare(engine), name, version)
+
+    def _check_gap(self, gap: float, name: str, version: int) -> float:
+        """Returns `gap`. Raises EngineError if it is larger than the tolerance, or not a number."""
         if not gap <= self.tolerance:
             raise EngineError(
                 f"version {version} of the weights did not arrive whole in the {name} engine: log-probabilities of the "

@@ -329,8 +329,8 @@ class VllmEngine:
         for pending in self._pending.values():
             pending.set_version(version)
 
-    def compute_logprobs(self, tokens: list[int]) -> list[float]:
-        """Returns the log-probability of every token after the first, at temperature 1, with the current weights.
+    def compute_logprobs(self, tokens: list[int]) -> list[list[float]]:
+        """Returns one list: the log-probability of every token after the first, at temperature 1, with these weights.
 
         vLLM does not read its cache for this. Requests under way go on meanwhile; the next `poll` returns their events.
         """
@@ -347,7 +347,7 @@ class VllmEngine:
                 elif output.finished:
                     # The first token has none.
                     rows = output.prompt_logprobs[1:]
-                    return [float(row[token].logprob) for token, row in zip(tokens[1:], rows, strict=True)]
+                    return [[float(row[token].logprob) for token, row in zip(tokens[1:], rows, strict=True)]]
         raise EngineError(f"vLLM gave no log-probabilities of a prompt. {REPEAT}")
 
     def close(self) -> None:

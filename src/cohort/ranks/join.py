@@ -79,7 +79,7 @@ def count_gpus() -> int:
 
 def leave_ranks() -> None:
     """Closes the connections to the other ranks, if this process is a rank."""
-    # A group in a process that is no rank belongs to somebody else, such as vLLM, who closes it.
+    # A group in a process that is no rank belongs to another library, such as vLLM, which closes it.
     if is_rank() and dist.is_initialized():
         # A divided model refers to the group, and torch aborts the process if the group goes first.
         gc.collect()

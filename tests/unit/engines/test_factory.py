@@ -61,7 +61,14 @@ def test_training_needs_every_ability(missing: str):
 
 REFUSED = {
     "--engine server is for cohort eval only": ["--engine", "server"],
-    "--engine vllm cannot train with top-p, top-k or min-p": ["--engine", "vllm", "--sampling.top_p", "0.9"],
+    "--engine vllm cannot train with top-p, top-k or min-p": [
+        "--engine",
+        "vllm",
+        "--sampling.top_p",
+        "0.9",
+        "--sampling.allow_truncation",
+        "True",
+    ],
 }
 
 
