@@ -3,7 +3,8 @@
 The file has every setting that has an effect, and no secrets. `parse_config` is the exact inverse of `dump_config`. It
 refuses unknown keys and values of the wrong type. Five rules for what a file does not contain:
 
-- A section that is off (adapters, replay, KL, correction) is not written. If such a section is missing, it is off.
+- A section that is off (adapters, replay, KL, correction) is not written. If such a section is missing, it is off. So
+  are settings that belong to something that is off, such as engines in other processes.
 - A setting that was added to a section after the file was written gets its default, with a warning. So the default of
   a new setting must give what Cohort did before the setting existed.
 - So does a setting outside of all sections that `RunConfig.added` names.
@@ -153,10 +154,11 @@ def dump_config(config: RunConfig) -> str:
 def _is_written(owner: Any, name: str) -> bool:
     """Returns whether `dump_config` writes the field `name` of `owner`, a config or one of its sections.
 
-    Not written are sections that are off.
+    Not written are sections that are off, and settings of a section that belong to something that is off.
     """
     value = getattr(owner, name)
-    return not isinstance(value, Section) or value.is_on
+    is_off = isinstance(value, Section) and not value.is_on
+    return not is_off and not (isinstance(owner, Section) and name in owner.off_settings)
 
 
 def _make_plain(value: Any, path: str) -> Any:
@@ -284,12 +286,13 @@ def collect_written_settings(config: RunConfig) -> dict[str, Any]:
     algorithm, which the file has besides.
     """
     off = [prefix for prefix, section in walk_sections(config) if not section.is_on]
+    unwritten = {f"{prefix}{name}" for prefix, section in walk_sections(config) for name in section.off_settings}
     settings = collect_settings(config).items()
     return {
         name: setting.value
         for name, setting in settings
         # A variant that is not chosen stands here itself, because it has no settings.
-        if not name.startswith(tuple(off)) and name not in config.variants
+        if not name.startswith(tuple(off)) and name not in unwritten and name not in config.variants
     }
 
 

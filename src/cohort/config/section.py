@@ -135,6 +135,14 @@ class Section:
         """
         return True
 
+    @property
+    def off_settings(self) -> frozenset[str]:
+        """Names of settings of this section that belong to something that is off. config.yaml does not have them.
+
+        Empty here. Those of a section that can be switched off as a whole need not be named.
+        """
+        return frozenset()
+
     def check(self, user_settings: Collection[str]) -> None:
         """Raises a ConfigError if settings of this section contradict each other. This base method checks nothing.
 

@@ -9,7 +9,7 @@ request of the next turn (`continues`) computes only what is new.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,12 +54,13 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """What an engine can do. Training refuses an engine that lacks one of these."""
+    """What an engine can do. Training refuses an engine that lacks one of the first three."""
 
     token_ids: bool = True
     logprobs: bool = True
     live_weights: bool = True
     truncation: bool = True  # says how much probability top-p, top-k and min-p kept; training needs it with these only
+    streams: bool = True  # reports tokens of samples that have not ended; training does not need it
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,7 +94,10 @@ class Engine(Protocol):
     name: str  # what evaluations record: "native", "transformers", "vllm", "server" or "scripted"
     abilities: Abilities
     version: int  # version of the weights that it samples from
-    work: WorkCounters
+
+    @property
+    def work(self) -> WorkCounters:
+        """What it has done so far."""
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises ConfigError, with the numbers, for a request that can never be served.
@@ -138,6 +142,15 @@ class Engine(Protocol):
 
         A second call does nothing. A model that the engine has loaded itself (vLLM) may stay in memory.
         """
+
+
+@runtime_checkable
+class RestartingEngine(Protocol):
+    """An engine that starts parts of itself again, such as processes that died, and gives them the current weights."""
+
+    late_proof: Callable[[ComparableEngine], object] | None
+    """Proves the weights of a part that got them late, before the part is used. `WeightSync` sets it after each proof;
+    None = the current weights are not proved yet, and the next proof covers all parts."""
 
 
 @runtime_checkable

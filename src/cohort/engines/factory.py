@@ -11,6 +11,8 @@ from cohort.config import engines as variants
 from cohort.engines.auto import WINDOW as AUTO_WINDOW
 from cohort.engines.auto import AutoEngine
 from cohort.engines.base import Abilities, Engine
+from cohort.engines.fleet.native import ABILITIES as PROCESS_ABILITIES
+from cohort.engines.fleet.native import ProcessModel, make_native_fleet
 from cohort.engines.native import NativeEngine, make_native_engine
 from cohort.engines.server import ServerEngine
 from cohort.engines.vllm import VllmEngine
@@ -35,6 +37,7 @@ class EngineModel:
     window: int | None = None  # most decode steps between two reports of an engine here; None = its usual number
     folder: Path | None = None  # the model's files, for engines that load it themselves
     tokenizer: Tokenizer | None = None
+    threads: int = 0  # of engines in other processes; 0 = they share the cores of the machine
     dtype: str = "auto"
     name: str = ""  # the server's name for the model
     template: Literal["chat", "text"] = "chat"
@@ -62,6 +65,8 @@ def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
             tokenizer=model.tokenizer,
         )
     # What remains is the native variant.
+    if variant.place == "process":
+        return _make_engine_processes(variant, model)
     return _make_engine_in_process(variant, model)
 
 
@@ -95,6 +100,23 @@ def _make_engine_in_process(variant: variants.NativeEngine, model: EngineModel) 
     )
 
 
+def _make_engine_processes(variant: variants.NativeEngine, model: EngineModel) -> Engine:
+    """Returns native engines in processes of their own. `model.decoder` is not sampled from: they load the folder."""
+    assert model.folder is not None and model.decoder is not None
+    return make_native_fleet(
+        variant,
+        ProcessModel(
+            folder=model.folder,
+            dtype=str(model.decoder.embed.dtype).removeprefix("torch."),
+            device=model.decoder.embed.device.type,
+            context=model.context,
+            vocab_size=model.decoder.config.vocab_size,
+            threads=model.threads,
+            window=model.window,
+        ),
+    )
+
+
 def get_abilities(variant: variants.EngineConfig) -> Abilities:
     """Returns what an engine with these settings can do (token ids, log-probabilities, live weights).
 
@@ -105,4 +127,5 @@ def get_abilities(variant: variants.EngineConfig) -> Abilities:
     if isinstance(variant, variants.VllmEngine):
         return VllmEngine.abilities
     # The GPU engine and AutoEngine can do the same.
-    return NativeEngine.abilities
+    here = isinstance(variant, variants.NativeEngine) and variant.place == "here"
+    return NativeEngine.abilities if here else PROCESS_ABILITIES

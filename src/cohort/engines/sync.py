@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.engines.base import ComparableEngine, Engine, Weights
+from cohort.engines.base import ComparableEngine, Engine, RestartingEngine, Weights
 from cohort.engines.native.random import draw_uniforms
 from cohort.errors import EngineError
 from cohort.models.shards import TensorSpec
@@ -183,8 +183,14 @@ class WeightSync:
         if self.canary is not None:
             loaded = time.perf_counter()
             gap = self.canary.check(self.engine.name, version)
+            self._arrange_late_proof(self.canary, version)
             self.metrics = {
                 "sync/gap": gap,
                 "sync/load_seconds": loaded - begin,
                 "sync/proof_seconds": time.perf_counter() - loaded,
             }
+
+    def _arrange_late_proof(self, canary: Canary, version: int) -> None:
+        """Makes an engine that starts parts of itself again prove the weights that these get."""
+        if isinstance(self.engine, RestartingEngine):
+            self.engine.late_proof = lambda part: canary.check_again(part, self.engine.name, version)

@@ -123,6 +123,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
         reserve=0 if plan is None else plan.update,
         folder=folder,
         tokenizer=tokenizer,
+        threads=config.threads,
         dtype=config.learner.dtype,
     )
     engine = make_engine(config.engine, subject)

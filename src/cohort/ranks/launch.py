@@ -22,6 +22,7 @@ from typing import Any
 
 from cohort.errors import RankError
 from cohort.ranks.environment import RENDEZVOUS
+from cohort.system.process import name_signal
 
 # Seconds that the other ranks get to end by themselves after one has failed.
 GRACE_SECONDS = 15.0
@@ -51,7 +52,7 @@ def launch_ranks(args: Sequence[str], num_ranks: int, program: Sequence[str] = (
     code = ranks[first_failed].returncode
     if code < 0:
         raise RankError(
-            f"rank {first_failed} of {num_ranks} was ended by {_name_signal(-code)}, so all ranks have ended. If "
+            f"rank {first_failed} of {num_ranks} was ended by {name_signal(-code)}, so all ranks have ended. If "
             "memory ran out, use fewer ranks or a smaller batch. Go on with cohort resume RUN --ranks N."
         )
     return code
@@ -146,11 +147,3 @@ def _forward_signals(ranks: Sequence[subprocess.Popen[Any]], num_ranks: int) -> 
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def _name_signal(number: int) -> str:
-    """Returns the name of a signal, such as SIGKILL, or its number if it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

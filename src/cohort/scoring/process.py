@@ -19,6 +19,7 @@ from pathlib import Path
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 from cohort.system.guard import END_SECONDS
 from cohort.system.json_text import parse_json
+from cohort.system.process import describe_exit
 from cohort.system.secrets import Secrets
 
 # Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
@@ -64,18 +65,6 @@ class ProcessEnd:
     how: str  # a verb phrase for messages, as in "exited with 1"
     exhausted: bool = False  # whether its own work ended it: too much time or memory
     over_limit: bool = False  # whether it used up its CPU time
-
-
-def name_signal(number: int) -> str:
-    """Returns the name of a signal, like SIGSEGV; "signal 40" for one without a name.
-
-    >>> name_signal(11), name_signal(40)
-    ('SIGSEGV', 'signal 40')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 class Worker:
@@ -215,6 +204,6 @@ class Worker:
             os.close(fd)
         if not was_dead:
             return ProcessEnd("was killed")
-        how = f"was ended by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
+        how = describe_exit(code)
         text = how + (f"; it had printed {printed[-300:]!r}" if printed else "")
         return ProcessEnd(text, -code in EXHAUSTION_SIGNALS, -code in (signal.SIGPROF, signal.SIGXCPU))

@@ -18,6 +18,7 @@ from cohort.sweep.directory import RunResult, SweepDirectory
 from cohort.sweep.plan import PlannedRun
 from cohort.system.disk import explain_disk_errors
 from cohort.system.json_text import parse_json
+from cohort.system.process import name_signal
 
 Report = Mapping[str, Any]
 """What a run tells while it trains: the lines of `logs.jsonlines`, and one of the kind "error"."""
@@ -118,7 +119,7 @@ class Child:
         """Returns the last line of the run's error, or how its process ended, without paths of this machine."""
         text = self._error or (read_last_line(self._log, self._log_begin) if code > 0 else "")
         if not text:
-            how = f"by {_name_signal(-code)}" if code < 0 else f"with the exit code {code}"
+            how = f"by {name_signal(-code)}" if code < 0 else f"with the exit code {code}"
             hint = " (the machine may have run out of memory)" if code == -signal.SIGKILL else ""
             text = f"its process ended {how}{hint}"
         for folder in (self._directory.path, Path(self._directory.plan.folder)):
@@ -167,11 +168,3 @@ def read_last_line(log: Path, begin: int = 0) -> str:
     except OSError as error:
         raise RunError(f"the log {log} cannot be read: {shorten_error(error)}. Repair its permissions.") from error
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _name_signal(number: int) -> str:
-    """Returns the name of a signal, or its number if it has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

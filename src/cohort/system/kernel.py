@@ -71,6 +71,17 @@ def _find_free_in_group(group: Path) -> int | None:
         return None
 
 
+def find_shared_memory(num_bytes: int) -> Path | None:
+    """Returns the folder whose files are in main memory, if it has room for so many bytes; None if not."""
+    folder = Path("/dev/shm")
+    try:
+        free = os.statvfs(folder)
+    except OSError:
+        return None
+    has_room = free.f_bavail * free.f_frsize >= num_bytes
+    return folder if has_room and os.access(folder, os.W_OK) else None
+
+
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process when its parent dies for any reason.
 

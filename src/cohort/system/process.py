@@ -1,10 +1,11 @@
-"""Settings of a process that trains or samples: threads, memory and garbage collection."""
+"""Settings of a process that trains or samples (threads, memory, garbage collection), and how processes end."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
+import signal
 import sys
 
 from cohort.errors import ConfigError
@@ -46,6 +47,27 @@ def spins_long() -> bool:
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     return sys.platform.startswith("linux") and not chosen
+
+
+def name_signal(number: int) -> str:
+    """Returns the name of a signal, like SIGSEGV; "signal 40" for one without a name.
+
+    >>> name_signal(11), name_signal(40)
+    ('SIGSEGV', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(code: int) -> str:
+    """Returns how a process ended, from its exit code: below 0 it is minus the signal that ended it.
+
+    >>> describe_exit(-9), describe_exit(1)
+    ('was ended by SIGKILL', 'exited with code 1')
+    """
+    return f"was ended by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def keep_freed_memory() -> None:

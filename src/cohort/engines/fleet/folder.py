@@ -1,0 +1,112 @@
+"""Weights on the way to engines in other processes: files in a private folder, in shared memory where there is room.
+
+The folder has one version at a time. An engine that is started again later finds the current weights there, whatever
+the learner has by then.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cohort.engines.base import Weights
+from cohort.engines.fleet.checksum import compute_checksum
+from cohort.errors import EngineError
+from cohort.models.files import find_weight_files, read_tensors
+from cohort.models.shards import ShardWriter, TensorSpec
+from cohort.system.private_folder import PrivateFolder
+
+# Tensors in one file. Servers read several files side by side.
+FILE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class FileWeights:
+    """Weights in the files of a folder, as an engine loads them. They are read one tensor at a time."""
+
+    folder: Path
+    module: Any = None  # no decoder in this process has them
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for file, names in find_weight_files(self.folder).items():
+            yield from read_tensors(file, names)
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightFolder:
+    """A private folder with the current weights. `side_files` are copied there once, beside the weights.
+
+    `parent` is where the folder is made; None = in shared memory if the weights fit there, else among temporary files.
+    Nothing is made before the first write.
+    """
+
+    side_files: Mapping[str, Path] = field(default_factory=dict)  # by their names in the folder
+    parent: Path | None = None
+    version: int = -1  # of the weights in the folder; -1 = it has none
+    checksums: dict[str, int] = field(default_factory=dict)  # of the tensors as the learner has them, by name
+    _specs: dict[str, TensorSpec] = field(default_factory=dict)
+    _folder: PrivateFolder | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the weights are. There must have been a write."""
+        assert self._folder is not None
+        return self._folder.path
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the weights; 0 before the first write."""
+        return sum(spec.num_bytes for spec in self._specs.values())
+
+    def write(self, weights: Weights, version: int) -> None:
+        """Replaces the weights in the folder, one tensor after the other. Raises EngineError if there is no room."""
+        if not self._specs:
+            self._specs = {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in weights}
+        try:
+            if self._folder is None:
+                self._make_folder()
+            self.version = -1
+            # Nobody reads now, and there may be no room for two versions.
+            for file in self.path.glob("*.safetensors*"):
+                file.unlink()
+            checksums: dict[str, int] = {}
+            with ShardWriter(self.path, self._specs, FILE_BYTES) as writer:
+                for name, tensor in weights:
+                    # Of the tensor where the learner has it: whatever happens on the way is noticed.
+                    checksums[name] = compute_checksum(tensor)
+                    writer.write(name, 0, tensor.detach().to("cpu").contiguous())
+        except OSError as e:
+            raise EngineError(
+                f"the weights for engines in other processes cannot be written: {e}. They need "
+                f"{self.num_bytes / 2**30:.2f} GiB in shared memory or in the folder of temporary files, which the "
+                "environment variable TMPDIR names. Make room there, then continue: cohort resume RUN."
+            ) from e
+        self.checksums = checksums
+        self.version = version
+
+    def _make_folder(self) -> None:
+        """Makes the private folder, and copies the side files into it."""
+        self._folder = PrivateFolder.make("weights", self.num_bytes, self.parent)
+        for name, source in self.side_files.items():
+            if source.is_file():
+                shutil.copyfile(source, self.path / name)
+
+    def check_loaded(self, loaded: Mapping[str, int]) -> str:
+        """Returns what is wrong with the checksums that an engine computed of its own tensors; "" = nothing."""
+        for names, words in ((self.checksums.keys() - loaded, "lacks"), (loaded.keys() - self.checksums, "has also")):
+            if names:
+                return f"it {words} {len(names)} tensors, {min(names)} among them"
+        wrong = sorted(name for name, value in loaded.items() if value != self.checksums[name])
+        return f"{len(wrong)} tensors have other numbers, {wrong[0]} among them" if wrong else ""
+
+    def close(self) -> None:
+        """Removes the folder. A second call does nothing."""
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+            self.version = -1

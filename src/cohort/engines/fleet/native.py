@@ -1,0 +1,110 @@
+"""Makes a fleet of native engines in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.config.engines import NativeEngine
+from cohort.engines.base import Abilities
+from cohort.engines.fleet.base import NewsQueue
+from cohort.engines.fleet.engine import Fleet, FleetLimits
+from cohort.engines.fleet.folder import WeightFolder
+from cohort.engines.fleet.process import ProcessReplica
+from cohort.engines.fleet.wire import EngineHello
+from cohort.errors import ConfigError
+from cohort.ranks.environment import count_local_ranks, is_rank, read_place
+from cohort.system.kernel import count_cores
+
+ABILITIES = Abilities(streams=False)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessModel:
+    """The model that engine processes load, and how."""
+
+    folder: Path
+    dtype: str
+    device: str  # "cpu" or "cuda": where the run is
+    context: int
+    vocab_size: int
+    threads: int  # of each process; 0 = the cores of this machine divided among all engine processes
+    window: int | None  # most decode steps between two reports; None = the engine's usual number
+
+
+def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
+    """Returns a fleet of `variant.replicas` engine processes, which have loaded the model from its folder.
+
+    Raises ConfigError for impossible devices, and EngineError if a process does not start.
+    """
+    num = variant.replicas
+    num_ranks = count_local_ranks()
+    devices = choose_devices(variant.devices, num, model.device, read_place()[2] if is_rank() else 0, num_ranks)
+    threads = model.threads or max(1, count_cores() // (num_ranks * num))
+    news = NewsQueue()
+    replicas = [
+        ProcessReplica(
+            n,
+            f"engine process {n + 1} of {num} ({device})",
+            EngineHello(
+                folder=str(model.folder),
+                dtype=model.dtype,
+                device=device.partition(":")[0],
+                threads=threads,
+                slots=variant.slots,
+                context=model.context,
+                weights=variant.weights,
+                window=model.window,
+            ),
+            news,
+            variant.patience,
+            show_device(device),
+        )
+        for n, device in enumerate(devices)
+    ]
+    limits = FleetLimits(context=model.context, vocab_size=model.vocab_size, restarts=variant.restarts)
+    return Fleet("native", replicas, news, WeightFolder(), limits, ABILITIES)
+
+
+def choose_devices(given: tuple[str, ...], num: int, device: str, rank: int, num_ranks: int) -> list[str]:
+    """Returns the devices of the `num` engine processes of rank number `rank` of this machine: "cpu", or "cuda:N" each.
+
+    `given` are the devices that the user named, for all `num_ranks` ranks of the machine in turn; `device` is where the
+    run is. Raises ConfigError for other names or another number of devices, and if none are named on a GPU.
+    """
+    if not given:
+        if device != "cpu":
+            raise ConfigError(
+                "engine.place is process on GPUs: name one for each engine process, other than those that train, as in "
+                "--engine.devices cuda:1 cuda:2."
+            )
+        return ["cpu"] * num
+    for name in given:
+        kind, _, index = name.partition(":")
+        if name != "cpu" and not (kind == "cuda" and index.isdecimal()):
+            raise ConfigError(f'engine.devices has "{name}"; write cpu, or cuda:N with the number of a GPU.')
+    if len(given) != num * num_ranks:
+        raise ConfigError(
+            f"engine.devices names {len(given)} devices, but there are {num * num_ranks} engine processes on this "
+            f"machine: {num} (engine.replicas) for each of its ranks, {num_ranks}. Name one device for each process."
+        )
+    return list(given[rank * num : (rank + 1) * num])
+
+
+def show_device(device: str) -> dict[str, str]:
+    """Returns the environment variable because of which a process sees only this GPU; {} for the CPU.
+
+    A number counts among the GPUs that this process sees.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return {}
+    visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    if visible and int(index) >= len(visible):
+        raise ConfigError(
+            f"engine.devices names {device}, but {VISIBLE} shows {len(visible)} GPUs: use cuda:0 to cuda:"
+            f"{len(visible) - 1}."
+        )
+    return {VISIBLE: visible[int(index)] if visible else index}
