@@ -76,10 +76,10 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def needs(ability: str) -> Callable[[Test], Test]:
-    """Marks a test that is left out for engines without this ability."""
+    """Marks a test that is left out for engines without this ability. A test may have several such marks."""
 
     def mark(test: Test) -> Test:
-        test.needs = ability  # type: ignore[attr-defined]
+        test.needs = (ability, *getattr(test, "needs", ()))  # type: ignore[attr-defined]
         return test
 
     return mark
@@ -110,8 +110,8 @@ class EngineConformance:
         if cls.dying is None:
             cls.test_a_dead_engine_raises_engine_error = None  # type: ignore[assignment,method-assign]
         for name in dir(cls):
-            ability = getattr(getattr(cls, name), "needs", None)
-            if ability is not None and not getattr(cls.abilities, ability):
+            needed = getattr(getattr(cls, name), "needs", ())
+            if not all(getattr(cls.abilities, ability) for ability in needed):
                 # A test that is not collected cannot be mistaken for one that passed.
                 setattr(cls, name, None)
 
@@ -240,6 +240,7 @@ class EngineConformance:
         assert s.tokens == self.draw()[:1] and s.finish == Finish.LENGTH
 
     @needs("token_ids")
+    @needs("streams")
     def test_abort_returns_the_partial_sample(self):
         plain = self.draw(max_tokens=60)
         engine = self.make()
@@ -284,6 +285,7 @@ class EngineConformance:
         assert sample(engine, [request()])["0/0"].tokens == self.draw()
 
     @needs("live_weights")
+    @needs("streams")
     def test_versions_of_a_sample_under_way(self):
         engine = self.make()
         engine.load(self.weights(engine), version=3)
@@ -366,6 +368,7 @@ class EngineConformance:
         assert sample(engine, [second])["0/0"].tokens == sample(self.make(), [second])["0/0"].tokens
 
     @needs("token_ids")
+    @needs("streams")
     def test_abort_of_a_request_that_continues_another(self):
         engine = self.make(slots=1)
         first = request(max_tokens=6, keep=True)

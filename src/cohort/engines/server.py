@@ -69,7 +69,7 @@ class ServerEngine:
     """
 
     name = "server"
-    abilities = Abilities(token_ids=False, logprobs=False, live_weights=False, truncation=False)
+    abilities = Abilities(token_ids=False, logprobs=False, live_weights=False, truncation=False, streams=False)
     version = 0  # the server's weights have no version here
 
     def __init__(

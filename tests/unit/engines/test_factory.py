@@ -44,7 +44,10 @@ def test_abilities_of_a_variant_are_those_of_its_engine():
     stated = {name: get_abilities(cls()) for name, cls in ENGINES.items()}
     assert stated["native"] == Abilities()
     assert stated["vllm"] == Abilities(truncation=False)
-    assert stated["server"] == Abilities(token_ids=False, logprobs=False, live_weights=False, truncation=False)
+    assert stated["server"] == Abilities(
+        token_ids=False, logprobs=False, live_weights=False, truncation=False, streams=False
+    )
+    assert get_abilities(variants.NativeEngine(place="process")) == Abilities(streams=False)
 
 
 @pytest.mark.parametrize("missing", ["token_ids", "logprobs", "live_weights"])

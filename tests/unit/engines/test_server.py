@@ -81,7 +81,7 @@ def sample_one(engine: ServerEngine, **changes: Any) -> Any:
 
 
 class TestConformance(EngineConformance):
-    abilities = Abilities(token_ids=False, logprobs=False, live_weights=False, truncation=False)
+    abilities = Abilities(token_ids=False, logprobs=False, live_weights=False, truncation=False, streams=False)
 
     @pytest.fixture(autouse=True)
     def served(self, server: FakeServer) -> None:
