@@ -15,17 +15,10 @@ import pytest
 
 from cohort.system.kernel import list_children
 from tests.helpers.command_line import SMALL, start
+from tests.helpers.processes import PATIENCE, list_family, wait_until_gone
 from tests.helpers.rank_runs import read_metrics, read_tensors
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-# All ranks must have ended within that time.
-PATIENCE = 30.0
-
-
-def list_family(pid: int) -> list[int]:
-    """Returns the process ids of all descendants of a process."""
-    children = list_children(pid)
-    return [*children, *(other for child in children for other in list_family(child))]
 
 
 def find_rank(launcher: int, rank: int) -> int:
@@ -43,23 +36,6 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
         if line.startswith(f"step {step}/"):
             return
     raise AssertionError(f"the run ended before step {step}")
-
-
-def wait_until_gone(family: list[int]) -> float:
-    """Waits until these processes have ended, and returns the seconds that it took."""
-    begin = time.monotonic()
-    while alive := [pid for pid in family if Path(f"/proc/{pid}/cmdline").exists() and _is_running(pid)]:
-        assert time.monotonic() - begin < PATIENCE, f"{alive} are still there"
-        time.sleep(0.05)
-    return time.monotonic() - begin
-
-
-def _is_running(pid: int) -> bool:
-    """Returns whether a process is neither gone nor waits to be noticed by its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -256,7 +256,7 @@ def test_a_first_start_that_fails_is_one_line_and_ends_all():
     replicas = [FakeReplica(n, news) for n in range(2)]
     replicas[1].faults["start"] = [lose]
     limits = FleetLimits(context=128, vocab_size=61, restarts=3)
-    with pytest.raises(EngineError, match="replica 1 did not start: it was ended by SIGKILL. Use --engine native"):
+    with pytest.raises(EngineError, match=r"replica 1 did not start: it was ended by SIGKILL. Use --engine native"):
         Fleet("native", replicas, news, WeightFolder(), limits, Abilities())
     assert all(r.calls[-1] == "end" for r in replicas)
 
@@ -265,18 +265,20 @@ def test_a_first_start_that_fails_is_one_line_and_ends_all():
     ("change", "words"),
     [
         (lambda w: replace(w, version=1), "replica 1: it has version 1"),
-        (lambda w: replace(w, checksums=w.checksums | {min(w.checksums): 5}), "1 tensors have other numbers, model."),
-        (lambda w: replace(w, checksums=dict(list(w.checksums.items())[1:])), "it lacks 1 tensors"),
+        (
+            lambda w: replace(w, checksums=w.checksums | {min(w.checksums): 5}),
+            "replica 1: 1 tensors have other numbers",
+        ),
+        (lambda w: replace(w, checksums=dict(list(w.checksums.items())[1:])), "replica 1: it lacks 1 tensors"),
     ],
 )
 def test_a_wrong_load_of_one_replica_is_named(change: Callable[[LoadedWeights], LoadedWeights], words: str):
     fleet, [_, b] = make()
     good = b.load
     b.load = lambda folder, version: change(good(folder, version))  # type: ignore[method-assign]
-    with pytest.raises(
-        EngineError, match=f"version 2 of the weights did not arrive whole in replica 1: .*{words[-12:]}"
-    ):
+    with pytest.raises(EngineError) as error:
         fleet.load(LiveWeights(small_decoder()), 2)
+    assert f"version 2 of the weights did not arrive whole in {words}" in str(error.value)
 
 
 def test_errors_of_the_model_are_raised_as_they_are_and_cause_no_restart():

@@ -81,7 +81,7 @@ class Full:
 def test_a_full_disk_is_one_line_that_says_how_much_is_needed(tmp_path: Path):
     weights = WeightFolder(parent=tmp_path)
     weights.write(LiveWeights(small_decoder()), 0)
-    with pytest.raises(EngineError, match="No space left on device. They need 0.00 GiB") as error:
+    with pytest.raises(EngineError, match=r"No space left on device. They need 0.00 GiB") as error:
         weights.write(Full(), 1)
     assert "\n" not in str(error.value) and weights.version == -1
     weights.close()
@@ -130,7 +130,7 @@ def test_what_a_killed_janitor_left_is_removed_by_the_next_program(tmp_path: Pat
     program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     path = Path(program.stdout.readline().strip())
-    [janitor] = [pid for pid in private_folder_janitors(path)]
+    [janitor] = list(private_folder_janitors(path))
     # A program that lives keeps its folder.
     PrivateFolder.make("test", 10, tmp_path).close()
     assert path.exists()
