@@ -26,7 +26,15 @@ from cohort.models.shards import TensorSpec
 from cohort.system.kernel import list_children
 from tests.helpers.decoders_and_groups import naive_logprobs, small_decoder
 from tests.helpers.engine_conformance import EngineConformance, request, spell
-from tests.helpers.fleets import CONTEXT, load_decoder, make_fleet, shared_folder, write_folder
+from tests.helpers.fleets import (
+    CONTEXT,
+    find_process,
+    load_decoder,
+    make_fleet,
+    run_kill_campaign,
+    shared_folder,
+    write_folder,
+)
 
 
 @cache
@@ -39,14 +47,6 @@ def start_fleet(slots: int) -> Fleet:
 def end_fleets() -> Iterator[None]:
     yield
     start_fleet.cache_clear()
-
-
-def find_process(fleet: Fleet, number: int = 0) -> int:
-    """Returns the process id of an engine process: the child of its guard."""
-    replica = fleet._posts[number].replica
-    assert isinstance(replica, ProcessReplica) and replica._connection is not None
-    [pid] = list_children(replica._connection.guard.pid)
-    return pid
 
 
 class TestConformance(EngineConformance):
@@ -193,6 +193,13 @@ def test_a_process_that_dies_or_hangs_is_started_again(how: signal.Signals, capl
     finally:
         fleet.close()
     assert not fleet.folder.version >= 0
+
+
+@pytest.mark.slow
+def test_no_request_is_lost_or_doubled_by_kills_at_random_moments(tmp_path: Path):
+    done = run_kill_campaign(write_folder(tmp_path / "model", num_layers=12), num_kills=25, seed=0)
+    assert done.kills == 25 and done.restarts >= 25 and done.kills_while_sampling >= 5
+    assert (done.lost, done.doubled, done.wrong, done.unequal_versions) == (0, 0, 0, 0)
 
 
 def test_closing_leaves_no_process_and_no_folder():
