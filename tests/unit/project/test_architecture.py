@@ -105,6 +105,7 @@ LINUX_ONLY: dict[str, set[str]] = {
     "F_FULLFSYNC": {"system.disk"},  # only macOS
     "/proc": {"system.kernel", "run.filesystem", "run.machine", "sandbox.root", "sandbox.spawner"},
     "/sys": {"system.kernel"},
+    "/dev/shm": {"system.kernel"},
     # Calls that the sandbox makes or forbids: elsewhere `sandbox.find_missing` says that there is none.
     "unshare": {"sandbox.kernel_calls", "sandbox.filter"},
     "setns": {"sandbox.filter"},
@@ -118,7 +119,6 @@ LINUX_ONLY |= {
         *("sched_setaffinity", "pidfd_open", "pidfd_send_signal", "waitid", "eventfd", "epoll"),
         *("posix_fadvise", "posix_fallocate", "preadv", "pwritev", "copy_file_range", "splice", "sendfile"),
         *("O_TMPFILE", "O_DIRECT", "O_PATH", "inotify", "fdatasync", "getrandom"),
-        *("/dev/shm",),
     )
 }
 
@@ -139,6 +139,7 @@ BROAD_EXCEPTS = {
     "tasks.textarena",  # games of the package raise what they like where they do not start
     "tools.run",  # the boundary around the functions of users that a model calls
     "tools.schema",  # annotations of users may raise anything when they are read
+    "engines.fleet.served",  # whatever an engine process raises is said to the program that uses it
     "text.markup",  # the tokenizers library raises bare Exception for every malformed file
 }
 

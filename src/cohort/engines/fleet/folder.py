@@ -71,7 +71,7 @@ class WeightFolder:
             if self._folder is None:
                 self._make_folder()
             self.version = -1
-            # Nobody reads now, and there may be no room for two versions.
+            # No replica reads now, and there may be no room for two versions.
             for file in self.path.glob("*.safetensors*"):
                 file.unlink()
             checksums: dict[str, int] = {}

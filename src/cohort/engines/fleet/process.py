@@ -228,7 +228,7 @@ class ProcessReplica:
             else:
                 made.is_gone = True
                 made.replies.put(None)
-                # Wakes whoever waits for news.
+                # Ends the wait for news.
                 self._news.put(News(replica=self.number, serial=serial))
                 return
 
