@@ -14,12 +14,17 @@ import json
 import os
 import platform
 import random
+import resource
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +61,44 @@ def make_prompts(vocab: int, args: argparse.Namespace) -> list[Prompt]:
     ]
 
 
+class Stages:
+    """Seconds of the clock and of the processor, by stage, since the last `take`. A processor's are of all threads."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Context whose seconds are those of the stage `name`. Stages inside it are not subtracted."""
+        before = _read_clocks()
+        yield
+        for n, (start, end) in enumerate(zip(before, _read_clocks(), strict=True)):
+            self._totals[name][n] += end - start
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """Counts every call of a method of `owner` under the stage `name`."""
+        call: Callable[..., Any] = getattr(owner, method)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            """Calls the method."""
+            with self.stage(name):
+                return call(*args, **options)
+
+        setattr(owner, method, watched)
+
+    def take(self) -> dict[str, list[float]]:
+        """Returns [seconds of the clock, of the processor] by stage, and begins again from zero."""
+        found = dict(self._totals)
+        self._totals.clear()
+        return found
+
+
+def _read_clocks() -> tuple[float, float]:
+    """Returns the seconds of the clock, and those that this process had a processor."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), usage.ru_utime + usage.ru_stime
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """Does the steps of one rank. The first rank writes seconds and bytes per step to the file `args.out`."""
     torch.set_num_threads(1)
@@ -67,10 +110,16 @@ def run_rank(args: argparse.Namespace) -> None:
     engine = make_engine(NativeEngine(slots=args.prompts * args.samples), subject)
     algo = build_algorithm(GRPO(), args.tokens)
     mover = GroupMover(world)
+    stages = Stages()
+    stages.watch(learner, "_accumulate_gradients", "forward and backward")
+    stages.watch(learner.optimizer, "reduce", "sum of gradients")
+    stages.watch(learner, "optim_step", "optimizer step")
     own = make_prompts(decoder.config.vocab_size, args)[world.rank :: world.size]
-    seconds, traffic = [], []
+    seconds, traffic, parts = [], [], []
     for number in range(args.repeats + 1):
-        world.gather(0)  # all begin together
+        with stages.stage("wait"):
+            world.gather(0)  # all begin together
+        stages.take()
         before = dict(world.progress.bytes_by_kind)
         begin = time.perf_counter()
         requests = [
@@ -83,18 +132,24 @@ def run_rank(args: argparse.Namespace) -> None:
             for p in own
             for i in range(args.samples)
         ]
-        done = sample(engine, requests)
+        with stages.stage("sampling"):
+            done = sample(engine, requests)
         groups = [Group(prompt=p, samples=[done[f"{p.id}/{i}"] for i in range(args.samples)]) for p in own]
         for group in groups:
             for i, member in enumerate(group.samples):
                 member.reward = float(i % 2)
-        groups, _ = update_policy(learner, algo, mover.divide(groups), config)
+        with stages.stage("division of groups"):
+            groups = mover.divide(groups)
+        with stages.stage("the whole update"):
+            update_policy(learner, algo, groups, config)
         engine.load(learner.weights(), version=number + 1)
         seconds.append(time.perf_counter() - begin)
         traffic.append({k: v - before.get(k, 0) for k, v in world.progress.bytes_by_kind.items()})
+        parts.append(world.gather(stages.take()))
     if world.is_first:
         # The first step warms up.
-        Path(args.out).write_text(json.dumps({"seconds": seconds[1:], "bytes": traffic[-1]}))
+        found = {"seconds": seconds[1:], "bytes": traffic[-1], "stages": parts[1:]}
+        Path(args.out).write_text(json.dumps(found))
     leave_ranks()
 
 

@@ -60,6 +60,12 @@ class FullOptimizer:
         """Raises NotImplementedError: no rank has a whole gradient to which something could be added."""
         raise NotImplementedError
 
+    def complete(self, param: Tensor) -> None:
+        """Does nothing: the backward sums the gradients over all ranks."""
+
+    def begin_reduce(self, world: World) -> None:
+        """Does nothing: the backward sums the gradients over all ranks."""
+
     def reduce(self, world: World) -> None:
         """Does nothing: the backward has summed the gradients over all ranks."""
         assert world is self.world, "the parts are those of the optimizer's own ranks"
