@@ -28,6 +28,7 @@ from cohort.models.auto import AnyDecoder
 from cohort.models.decoder import Decoder, hf_views, to_hf_shape
 from cohort.models.functions import Collector
 from cohort.models.lora import Adapters
+from cohort.models.shards import TensorSpec
 from cohort.world import World
 
 
@@ -158,6 +159,11 @@ class GatheredWeights:
     module: Decoder
     optimizer: FullOptimizer
     dtype: torch.dtype
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and type of every whole weight, by Hugging Face name. Nothing is gathered for it."""
+        return self.module.weight_specs(self.dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(p): name for name, p in self.optimizer.params.items()}
