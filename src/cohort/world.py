@@ -75,6 +75,14 @@ class World:
         """Replaces `x` by its sum over all ranks, in place, and returns it. With one rank, `x` stays as it is."""
         return x
 
+    def begin_sum(self, x: Tensor) -> Callable[[], None]:
+        """Begins to replace `x` by its sum over all ranks, in place, and returns a function that waits until it is.
+
+        Until then `x` must be neither read nor changed. With one rank, `x` stays as it is.
+        """
+        self.sum(x)
+        return lambda: None
+
     def sum_scattered(self, x: Tensor) -> Tensor:
         """Returns this rank's part of the sum of `x` over all ranks. `x` is flat, and its length a multiple of `size`.
 
@@ -192,20 +200,32 @@ class ProcessGroup(World):
                 "rank, then use cohort resume RUN."
             ) from error
 
-    def _run_on_device(self, x: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
-        """Calls a collective that changes a tensor in place, on the device that the ranks speak through."""
-        # nccl cannot read host memory, and gloo sends little of GPU memory.
-        on_device = x.to(self._device).contiguous()
-        call(on_device)
-        return x if on_device is x else x.copy_(on_device)
-
     def sum(self, x: Tensor) -> Tensor:
         """Replaces `x` by its sum over all ranks, in place, and returns it.
 
         Every rank must call it, with a tensor of the same shape and type.
         """
+        self.begin_sum(x)()
+        return x
+
+    def begin_sum(self, x: Tensor) -> Callable[[], None]:
+        """Begins to replace `x` by its sum over all ranks, in place, and returns a function that waits until it is.
+
+        Every rank must call it, with a tensor of the same shape and type, and in the same order as other collectives.
+        """
+        # nccl cannot read host memory, and gloo sends little of GPU memory.
+        on_device = x.to(self._device).contiguous()
         with self.collective("sum", x.nbytes):
-            return self._run_on_device(x, lambda t: dist.all_reduce(t, group=self._group))
+            work = dist.all_reduce(on_device, group=self._group, async_op=True)
+
+        def wait() -> None:
+            """Waits until `x` is the sum."""
+            with self.collective("sum"):
+                work.wait()
+            if on_device is not x:
+                x.copy_(on_device)
+
+        return wait
 
     def sum_scattered(self, x: Tensor) -> Tensor:
         """Returns this rank's part of the sum of `x` over all ranks. `x` is flat, and its length a multiple of `size`.
@@ -227,8 +247,10 @@ class ProcessGroup(World):
     def broadcast(self, x: Tensor) -> Tensor:
         """Replaces `x` by the first rank's, in place, and returns it."""
         first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        on_device = x.to(self._device).contiguous()
         with self.collective("broadcast", x.nbytes if self.is_first else 0):
-            return self._run_on_device(x, lambda t: dist.broadcast(t, src=first, group=self._group))
+            dist.broadcast(on_device, src=first, group=self._group)
+        return x if on_device is x else x.copy_(on_device)
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values that all ranks pass, in rank order. Every rank must call it.

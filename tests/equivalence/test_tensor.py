@@ -25,6 +25,7 @@ from cohort.config.schema import LearnerConfig, OptimConfig
 from cohort.engines.weights import copy_weights
 from cohort.learner.attention import make_packed_attention
 from cohort.learner.backend import FusedBackend
+from cohort.learner.base import LiveWeights
 from cohort.learner.head import token_logprobs
 from cohort.learner.local import LocalLearner
 from cohort.learner.optim import WholeOptimizer
@@ -160,11 +161,10 @@ def check_weights_on_rank(name: str, world: World) -> None:
     assert all(torch.equal(p, before[n]) for n, p in decoder.named_parameters())
     engine, sharded = make_model(name, seed=5), shard_decoder(decoder, world)
 
-    class Live:
-        def __iter__(self):
-            return sharded.named_weights()
-
-    copy_weights(Live(), engine)
+    before_bytes = world.progress.bytes_by_kind["join"]
+    copy_weights(LiveWeights(sharded), engine)
+    # Every slice has travelled once.
+    assert world.progress.bytes_by_kind["join"] - before_bytes == sum(sent.values())
     assert all(torch.equal(p, before[n]) for n, p in engine.named_parameters())
 
 

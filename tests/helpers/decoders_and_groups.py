@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -15,6 +16,7 @@ from cohort.data.batch import Batch, Minibatch
 from cohort.data.pack import make_batch, pack
 from cohort.models.config import ModelConfig, Rope
 from cohort.models.decoder import Attend, Decoder, initialise
+from cohort.models.shards import TensorSpec
 from cohort.types import Finish, Group, Prompt, Provenance, Sample
 
 _numbers = count()  # for ids of groups
@@ -47,6 +49,24 @@ def small_decoder(dtype: torch.dtype = torch.float32, seed: int = 0, std: float 
     decoder = Decoder(small_config(**changes))
     initialise(decoder, seed, std)
     return decoder.to(dtype)
+
+
+class GivenWeights:
+    """Weights of a learner in another process: names and tensors. It counts how often they are read."""
+
+    module = None
+
+    def __init__(self, tensors: list[tuple[str, Tensor]]) -> None:
+        self.tensors = tensors
+        self.num_reads = 0
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in self.tensors}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.num_reads += 1
+        return iter(self.tensors)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from cohort.engines.base import Abilities, Event, Request, WorkCounters
 from cohort.engines.sync import WeightSync
 from cohort.jobs.build import RLJob, build_rl_job
 from cohort.learner.base import Annotations, StateStream, Update
+from cohort.models.shards import TensorSpec
 from cohort.serialize import dumps, loads
 from cohort.types import Group, Provenance, Sample
 from cohort.world import ONE_PROCESS, World
@@ -36,6 +37,11 @@ class ReceivedWeights:
 
     tensors: Mapping[str, Tensor]
     module: None = None
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and type of every tensor by name."""
+        return {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in self.tensors.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors.items())

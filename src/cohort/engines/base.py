@@ -9,7 +9,7 @@ request of the next turn (`continues`) computes only what is new.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -81,6 +81,10 @@ class Weights(Protocol):
     @property
     def module(self) -> Any:
         """The learner's decoder if it is in this process, else None. An engine with the same decoder copies nothing."""
+
+    @property
+    def specs(self) -> Mapping[str, Any]:
+        """Shape and type (a `TensorSpec`) of every tensor by name. They are known before any tensor is gathered."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 

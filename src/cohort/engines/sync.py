@@ -110,22 +110,27 @@ class CheckedWeights:
     """Weights that are checked while they are read, against the names, shapes and types of the first that were sent."""
 
     weights: Weights
-    specs: Mapping[str, TensorSpec]
+    expected: Mapping[str, TensorSpec]
 
     @property
     def module(self) -> Any:
         """The learner's decoder, which an engine may share; None if it is in another process."""
         return self.weights.module
 
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shapes and types that the weights are said to have. They are not checked."""
+        return self.weights.specs
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, tensor). Raises EngineError for a tensor that is unknown, missing or of another
         shape or type, or that comes twice.
         """
-        missing = set(self.specs)
+        missing = set(self.expected)
         for name, tensor in self.weights:
             if name not in missing:
                 raise EngineError(f'the new weights have a tensor "{name}" that is unknown or came before. {ADVICE}')
-            spec, found = self.specs[name], TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
+            spec, found = self.expected[name], TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
             if found != spec:
                 raise EngineError(
                     f'the new weights "{name}" have shape {list(found.shape)} and type {found.dtype}; the engine needs '
@@ -159,7 +164,7 @@ class WeightSync:
         """
         if self.canary is None:
             return
-        self.specs = {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in self.get_weights()}
+        self.specs = dict(self.get_weights().specs)
         if rounded:
             self.engine.load(CheckedWeights(self.get_weights(), self.specs), 0)
         self.canary.set_tolerance(self.engine.name)

@@ -161,6 +161,8 @@ class _BaseBackend:
             # The head's gradient is added by hand: autograd would fill and add a table of vocabulary size each time.
             total = self.optimizer.master_grad(head) if head.requires_grad else None
             d_hidden = self._gradient_through_head(hidden, total, micro.targets, temperature, gradient)
+            if total is not None and head is not self.decoder.embed:
+                self.optimizer.complete(head)
             # Without any signal the backward is skipped. On a GPU that is not checked: the host would have to wait.
             if d_hidden.is_cuda or bool(d_hidden.any()):
                 hidden.backward(d_hidden)
@@ -313,8 +315,8 @@ class FusedBackend(_BaseBackend):
     def _add_embedding_gradient(self, micro: Microbatch, embedded: Tensor | None) -> None:
         """Adds the gradient stored in `embedded` to the master gradient of the embedding table, if it is trained."""
         if self.decoder.embed.requires_grad:
-            assert embedded is not None and embedded.grad is not None
             total = self.optimizer.master_grad(self.decoder.embed)
+            assert embedded is not None and embedded.grad is not None and total is not None
             total.index_add_(0, micro.tokens, embedded.grad.to(total.dtype))
 
 

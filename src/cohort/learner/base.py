@@ -15,6 +15,7 @@ from torch import Tensor
 from cohort.algos.algorithm import Loss
 from cohort.data.batch import Batch
 from cohort.models.auto import AnyDecoder
+from cohort.models.shards import TensorSpec
 from cohort.serialize import record
 from cohort.types import Group, Provenance, SampleId
 from cohort.world import Grid, World
@@ -141,6 +142,11 @@ class LiveWeights:
 
     module: AnyDecoder
 
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and type of every weight, by Hugging Face name."""
+        return self.module.weight_specs()
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_weights()
 
@@ -154,6 +160,10 @@ class CurrentWeights(Protocol):
     @property
     def module(self) -> Any:
         """The decoder that holds the weights. An engine that samples from it has nothing to copy."""
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and type of every weight, by Hugging Face name. Nothing is gathered for it."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 

@@ -28,6 +28,7 @@ from cohort.models.auto import AnyDecoder
 from cohort.models.decoder import Decoder, hf_views, to_hf_shape
 from cohort.models.functions import Collector
 from cohort.models.lora import Adapters
+from cohort.models.shards import TensorSpec
 from cohort.world import World
 
 
@@ -59,6 +60,12 @@ class FullOptimizer:
     def master_grad(self, param: Tensor) -> Tensor:
         """Raises NotImplementedError: no rank has a whole gradient to which something could be added."""
         raise NotImplementedError
+
+    def complete(self, param: Tensor) -> None:
+        """Does nothing: the backward sums the gradients over all ranks."""
+
+    def begin_reduce(self, world: World) -> None:
+        """Does nothing: the backward sums the gradients over all ranks."""
 
     def reduce(self, world: World) -> None:
         """Does nothing: the backward has summed the gradients over all ranks."""
@@ -152,6 +159,11 @@ class GatheredWeights:
     module: Decoder
     optimizer: FullOptimizer
     dtype: torch.dtype
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and type of every whole weight, by Hugging Face name. Nothing is gathered for it."""
+        return self.module.weight_specs(self.dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(p): name for name, p in self.optimizer.params.items()}

@@ -249,7 +249,8 @@ class LocalLearner(StoredLearner):
         Where memory runs out, it starts again with smaller microbatches; raises TrainingStopped where these cannot get
         smaller.
         """
-        # Collective calls stay outside the retries: every rank makes each of them once, however often it starts again.
+        # Every rank makes each collective call once, however often it starts again. So they stay outside the retries,
+        # but for sums that begin in the last backward, and these are not begun again.
         result = self._accumulate_gradients(minibatch, sum_counts(minibatch, self.world), algo)
         self.optimizer.reduce(self.world)
         return result
@@ -317,7 +318,7 @@ class LocalLearner(StoredLearner):
         result = MinibatchResult()
         device = self.decoder.embed.device
         with self.backend.in_step(len(minibatch.microbatches)):
-            for micro in minibatch.microbatches:
+            for number, micro in enumerate(minibatch.microbatches, start=1):
                 # Computed on the host, where a look at the values does not wait for a GPU.
                 weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
                 all_in_loss = bool(weights.all())
@@ -325,6 +326,8 @@ class LocalLearner(StoredLearner):
                 if unmoved:
                     micro = replace(micro, old_logprobs=None)
                 loss = TokenLoss(algo, micro, copy_to_device(weights, device), all_in_loss, totals, result)
+                if number == len(minibatch.microbatches):
+                    self.optimizer.begin_reduce(self.world)
                 self.backend.backward(micro, self.temperature, loss.compute_gradient, algo.per_token)
         return result
 

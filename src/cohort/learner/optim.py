@@ -13,10 +13,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from cohort.config.schema import OptimConfig
 from cohort.errors import RunError
 from cohort.learner.base import StateTensor
+from cohort.learner.buckets import GradientBuckets, make_buckets
 from cohort.models.functions import Collector, add_product
 from cohort.world import World
 
@@ -56,8 +58,20 @@ class Optimizer(Protocol):
     def collectors(self) -> dict[str, Collector]:
         """Returns, by parameter name, a function per low-precision matrix that adds its gradient to its master's."""
 
-    def master_grad(self, param: Tensor) -> Tensor:
-        """Returns the gradient tensor of a parameter's master, to which the caller may add in place."""
+    def master_grad(self, param: Tensor) -> Tensor | None:
+        """Returns the gradient tensor of a parameter's master, to which the caller may add in place.
+
+        None = its sum over ranks has begun, and nothing may be added any more.
+        """
+
+    def complete(self, param: Tensor) -> None:
+        """Notes that nothing will be added any more, in this microbatch, to what `master_grad` returned for `param`.
+
+        It need not be called: then the gradient is complete when `reduce` is called.
+        """
+
+    def begin_reduce(self, world: World) -> None:
+        """Allows the next backward, which is that of the last microbatch, to begin sums of gradients over ranks."""
 
     def reduce(self, world: World) -> None:
         """Replaces the gradients by their sums over all ranks. Every rank must call it, after its last microbatch."""
@@ -141,12 +155,21 @@ class WholeOptimizer:
         self.masters = {n: _make_master(p) for n, p in self.params.items()}
         self.moments = {n: (torch.zeros_like(m.data), torch.zeros_like(m.data)) for n, m in self.masters.items()}
         self.num_steps = 0
+        # Whether sums over ranks begin during the backward. On a CPU they would take the cores that compute it.
+        self.overlaps = next(iter(self.params.values())).is_cuda
+        self._buckets: GradientBuckets | None = None  # of this minibatch; None = they begin in `reduce`
+        self._hooks: list[RemovableHandle] = []  # on parameters, while there are `_buckets`
 
     def zero_grad(self) -> None:
-        """Removes all gradients of parameters and of masters: they are None afterwards."""
+        """Removes all gradients of parameters and of masters: they are None afterwards.
+
+        Those whose sums over ranks have begun come back with `reduce`. That is so where memory ran out in between.
+        """
         for name, p in self.params.items():
             p.grad = None
             self.masters[name].grad = None
+        if self._buckets is not None:
+            self._buckets.start_again()
 
     def collect_grads(self) -> None:
         """Adds the gradients of low-precision parameters to those of their fp32 masters, and removes them.
@@ -154,11 +177,15 @@ class WholeOptimizer:
         It is called after every microbatch. Gradients that a collector (see `collectors`) has added already are None
         here.
         """
-        for name, p in self.params.items():
-            master = self.masters[name]
-            if master is not p and p.grad is not None:
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-                p.grad = None
+        for name in self.params:
+            self._collect_grad(name)
+
+    def _collect_grad(self, name: str) -> None:
+        """Adds the gradient of a low-precision parameter to that of its fp32 master, if it has one, and removes it."""
+        p, master = self.params[name], self.masters[name]
+        if master is not p and p.grad is not None:
+            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+            p.grad = None
 
     def collectors(self) -> dict[str, Collector]:
         """Returns, by parameter name, a function per low-precision matrix that adds its gradient to its master's.
@@ -174,14 +201,22 @@ class WholeOptimizer:
 
         `grad` [T, n] is the gradient of a product x W^T, and x [T, d] its input, so grad^T x is the gradient of W.
         """
-        add_product(self._ensure_grad(name).flatten(0, -2), grad, x)
+        if not self._has_begun(name):
+            add_product(self._ensure_grad(name).flatten(0, -2), grad, x)
+            self._note_complete(name)
 
-    def master_grad(self, param: Tensor) -> Tensor:
+    def master_grad(self, param: Tensor) -> Tensor | None:
         """Returns the gradient tensor of a parameter's master, to which the caller may add in place.
 
         If there is none, makes one of zeros. `param` must be one of the optimizer's own parameters, the same object.
+        None = its sum over ranks has begun, and nothing may be added any more.
         """
-        return self._ensure_grad(next(n for n, p in self.params.items() if p is param))
+        name = self._find_name(param)
+        return None if self._has_begun(name) else self._ensure_grad(name)
+
+    def _find_name(self, param: Tensor) -> str:
+        """Returns the name of one of the optimizer's own parameters."""
+        return next(n for n, p in self.params.items() if p is param)
 
     def _ensure_grad(self, name: str) -> Tensor:
         """Returns the gradient tensor of the master `name`. If there is none, makes one of zeros."""
@@ -194,16 +229,60 @@ class WholeOptimizer:
         """Returns the gradient tensors of all masters that have one, not copied."""
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
+    def complete(self, param: Tensor) -> None:
+        """Notes that nothing will be added any more, in this microbatch, to what `master_grad` returned for `param`."""
+        self._note_complete(self._find_name(param))
+
+    def begin_reduce(self, world: World) -> None:
+        """Allows the next backward, which is that of the last microbatch, to begin sums of gradients over ranks.
+
+        Does nothing with one rank, and where sums do not overlap with the backward.
+        """
+        if world.size == 1 or not self.overlaps:
+            return
+        if self._buckets is None:
+            self._buckets = self._make_buckets(world)
+            trained = ((n, p) for n, p in self.params.items() if p.requires_grad)
+            self._hooks = [p.register_post_accumulate_grad_hook(partial(self._note_grad, n)) for n, p in trained]
+        self._buckets.is_open = True
+
+    def _make_buckets(self, world: World) -> GradientBuckets:
+        """Returns buckets of all gradients, of which no sum has begun. A missing gradient becomes zeros."""
+        names = make_buckets({name: p.numel() for name, p in self.params.items() if p.requires_grad})
+        return GradientBuckets(world, names, self._ensure_grad)
+
+    def _has_begun(self, name: str) -> bool:
+        """Returns whether the sum over ranks of a parameter's gradient has begun."""
+        return self._buckets is not None and self._buckets.has_begun(name)
+
+    def _note_complete(self, name: str) -> None:
+        """Notes that a parameter's gradient has the parts of all microbatches, if this microbatch is the last one."""
+        if self._buckets is not None and self._buckets.is_open:
+            self._buckets.complete(name)
+
+    def _note_grad(self, name: str, param: Tensor) -> None:
+        """Collects a gradient that autograd has formed, and notes that it is complete. Called by autograd."""
+        if self._has_begun(name):
+            # Memory ran out, and this is the second time.
+            param.grad = None
+        else:
+            self._collect_grad(name)
+            self._note_complete(name)
+
     def reduce(self, world: World) -> None:
-        """Replaces the gradients of the masters by their sums over all ranks, in place. Every rank must call it.
+        """Replaces the gradients of the masters by their sums over all ranks. Every rank must call it.
 
         With several ranks a missing gradient becomes zeros first. With one rank nothing happens.
         """
         if world.size == 1:
             return
         # Every rank must join every sum, also one that had no microbatch and so has no gradient.
-        for name in self.masters:
-            world.sum(self._ensure_grad(name))
+        buckets = self._buckets or self._make_buckets(world)
+        for name, grad in buckets.finish():
+            self.masters[name].grad = grad
+        for hook in self._hooks:
+            hook.remove()
+        self._buckets, self._hooks = None, []
 
     def grad_norm(self) -> float:
         """Returns the Euclidean norm of all gradients together; 0 if there are none."""

@@ -157,6 +157,12 @@ class ShardedOptimizer:
         """Returns the gradient of a parameter, to which the caller may add in place: a view of the flat one."""
         return self._view_grad(next(n for n, p in self.params.items() if p is param))
 
+    def complete(self, param: Tensor) -> None:
+        """Does nothing: all gradients are summed at once, in `reduce`."""
+
+    def begin_reduce(self, world: World) -> None:
+        """Does nothing: all gradients are summed at once, in `reduce`."""
+
     def reduce(self, world: World) -> None:
         """Sums the gradient over all ranks. Every rank keeps the sum for its slice, and frees the rest."""
         assert world is self.world, "the slices are those of the optimizer's own ranks"

@@ -36,6 +36,8 @@ class TensorOptimizer(WholeOptimizer):
     def __init__(self, decoder: TensorDecoder, config: OptimConfig) -> None:
         super().__init__(decoder, config)
         self._decoder = decoder
+        # The backward itself sums over the ranks of the model. Two groups of ranks at once could wait for each other.
+        self.overlaps = False
 
     def grad_norm(self) -> float:
         """Returns the norm of the gradient of the whole model, the same on every rank. Collective."""
@@ -143,6 +145,7 @@ class TensorBackend(FusedBackend):
         if self.decoder.embed.requires_grad:
             assert embedded is not None and embedded.grad is not None
             total = self.optimizer.master_grad(self.decoder.embed)
+            assert total is not None
             rows, is_own = self.decoder.vocabulary.locate(micro.tokens)
             # Tokens of other ranks add zeros: to leave them out, the host would have to wait for a GPU.
             total.index_add_(0, rows, embedded.grad.masked_fill(~is_own[:, None], 0).to(total.dtype))

@@ -35,6 +35,7 @@ from cohort.errors import ModelError
 from cohort.models.decoder import Decoder
 from cohort.models.functions import multiply_wide
 from cohort.models.hub import locate_download
+from cohort.models.shards import TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,10 @@ class AutoDecoder(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Returns an iterator of (name, parameter) over all weights, by the names that the transformers class uses."""
         return iter(self.model.named_parameters())
+
+    def weight_specs(self) -> dict[str, TensorSpec]:
+        """Returns shape and type of every weight, by the names of `named_weights`."""
+        return {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self.named_weights()}
 
     def write_model(self, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
         """Writes config.json and the weights, converted to `dtype`, into `folder`, under the names of published models.

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cohort.models.config import ModelConfig
 from cohort.models.functions import Collector, add_norm, apply_gated_unit, linear, rms_norm, split_and_rotate, widen
+from cohort.models.shards import TensorSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention: attend(layer index, q [T, K, g, D], k [T, K, D], v [T, K, D]) returns the mixed values [T, K, g, D]."""
@@ -156,6 +157,15 @@ class Decoder(nn.Module):
         out.
         """
         return ((name, to_hf_shape(name, view)) for name, view in hf_views(self))
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> dict[str, TensorSpec]:
+        """Returns shape and type of every weight, by the names of `named_weights`, without reading any.
+
+        `dtype` replaces the types of the parameters.
+        """
+        outlines = hf_views(self, lambda p: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta"))
+        shaped = ((name, to_hf_shape(name, view)) for name, view in outlines)
+        return {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in shaped}
 
     def compute_cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of the rotary angles of positions [T], each [T, 1, 1, D/2] in `dtype`.

@@ -25,7 +25,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Shape and type of a tensor that will be written."""
+    """Shape and type of a tensor that will be read or written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from cohort.errors import ModelError
 from cohort.models.config import ModelConfig
 from cohort.models.hub import locate_download
+from cohort.models.shards import DTYPES, TensorSpec
 from cohort.system.json_text import show_value
 
 Shapes = Mapping[str, list[int]]
@@ -56,6 +57,23 @@ def read_shapes(files: Iterable[Path]) -> dict[str, list[int]]:
         with explain_damage(file), safe_open(file, framework="numpy") as stored:
             shapes |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118 no dict
     return shapes
+
+
+def read_specs(files: Iterable[Path]) -> dict[str, TensorSpec]:
+    """Returns shape and type of all tensors in safetensors files by name. Only the heads of the files are read.
+
+    Raises ModelError if a file cannot be read, or has tensors of a type that weights do not have.
+    """
+    types = {code: dtype for dtype, code in DTYPES.items()}
+    specs: dict[str, TensorSpec] = {}
+    for file in files:
+        with explain_damage(file), safe_open(file, framework="numpy") as stored:
+            for name in stored.keys():  # noqa: SIM118 no dict
+                head = stored.get_slice(name)
+                if head.get_dtype() not in types:
+                    raise ModelError(f'{file}: the tensor "{name}" is of type {head.get_dtype()}, as no weights are')
+                specs[name] = TensorSpec(shape=tuple(head.get_shape()), dtype=types[head.get_dtype()])
+    return specs
 
 
 def check_native_size(folder: Path, config: ModelConfig, shapes: Shapes) -> None:

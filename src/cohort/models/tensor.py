@@ -27,6 +27,7 @@ from cohort.models.auto import AnyDecoder
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Attend, Decoder, Layer, Norm, hf_views, to_hf_shape
 from cohort.models.functions import rms_norm
+from cohort.models.shards import TensorSpec
 from cohort.world import World
 
 # The axis along which a parameter is cut, by the last word of its name. Others are whole on every rank.
@@ -236,6 +237,10 @@ class TensorDecoder(Decoder):
             return gather_parameter(self, names[p], own[names[p]])
 
         return ((name, to_hf_shape(name, view)) for name, view in hf_views(outline, gather))
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> dict[str, TensorSpec]:
+        """Returns shape and type of every weight of the whole model. Not collective."""
+        return _make_outline(self.config).weight_specs(dtype or self.embed.dtype)
 
 
 def check_divisible(config: ModelConfig, num_ranks: int) -> None:

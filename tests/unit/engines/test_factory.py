@@ -21,7 +21,7 @@ from cohort.errors import ConfigError, EngineError, ModelError
 from cohort.jobs import build
 from cohort.learner.base import LiveWeights
 from cohort.models.decoder import hf_views
-from tests.helpers.decoders_and_groups import small_decoder
+from tests.helpers.decoders_and_groups import GivenWeights, small_decoder
 from tests.helpers.engine_conformance import request, spell
 from tests.helpers.fake_server import serving
 
@@ -134,6 +134,34 @@ def test_weights_with_other_names_or_shapes_are_refused():
         copy_weights(LiveWeights(small_decoder(num_layers=3)), small_decoder())
 
 
+def test_weights_are_read_once_and_only_if_their_specs_fit():
+    """Ranks that divide the weights gather all of them for each reading."""
+    target, weights = small_decoder(seed=1), GivenWeights(list(small_decoder(seed=2).named_weights()))
+    copy_weights(weights, target)
+    assert weights.num_reads == 1
+    weights.tensors.pop()
+    with pytest.raises(ModelError, match="weights lack 1 tensors"):
+        copy_weights(weights, target)
+    assert weights.num_reads == 1
+
+
+def test_weights_that_are_not_as_their_specs_say_are_refused():
+    class Lying(GivenWeights):
+        specs = small_decoder().weight_specs()  # type: ignore[assignment]
+
+    tensors = list(small_decoder(seed=2).named_weights())
+    for wrong in (tensors[:-1], [*tensors[:-1], (tensors[-1][0], torch.zeros(3))], [*tensors, ("odd", torch.ones(1))]):
+        with pytest.raises(ModelError):
+            copy_weights(Lying(wrong), small_decoder())
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "qkv_bias": True, "qk_norm": True, "mlp_bias": True}])
+def test_specs_are_those_of_the_tensors(changes):
+    decoder = small_decoder(torch.bfloat16, **changes)
+    assert decoder.weight_specs() == GivenWeights(list(decoder.named_weights())).specs
+    assert {spec.dtype for spec in decoder.weight_specs(torch.float64).values()} == {torch.float64}
+
+
 @pytest.mark.parametrize("place", ["first", "last", "missing", "unknown"])
 def test_refused_weights_leave_the_decoder_as_it_was(place):
     target = small_decoder(seed=1)
@@ -147,5 +175,5 @@ def test_refused_weights_leave_the_decoder_as_it_was(place):
         index = 0 if place == "first" else -1
         tensors[index] = (tensors[index][0], torch.zeros(3))
     with pytest.raises(ModelError):
-        copy_weights(tensors, target)
+        copy_weights(GivenWeights(tensors), target)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.named_weights())

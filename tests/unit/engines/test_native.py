@@ -10,24 +10,12 @@ from cohort.engines.native.engine import NativeEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.models.decoder import hf_views, to_hf_shape
 from cohort.types import Finish
-from tests.helpers.decoders_and_groups import small_decoder
+from tests.helpers.decoders_and_groups import GivenWeights, small_decoder
 from tests.helpers.engine_conformance import EngineConformance, SameWeights, request, spell
 
 
 def make(slots: int = 4, dtype: torch.dtype = torch.float32, window: int = 8, **changes) -> NativeEngine:
     return NativeEngine(small_decoder(dtype, **changes), spell, slots=slots, max_context=200, window=window)
-
-
-class ForeignWeights:
-    """Weights of a learner in another process: names and full tensors."""
-
-    module = None
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def __iter__(self):
-        return iter(self.tensors.items())
 
 
 def hf_tensors(decoder) -> dict[str, torch.Tensor]:
@@ -144,7 +132,7 @@ def test_optimizer_step_is_seen_without_a_copy():
 def test_foreign_weights_are_copied_by_name():
     engine, other = make(qkv_bias=True, tied=False), make(seed=1, qkv_bias=True, tied=False)
     pointer = engine.decoder.layers[0].qkv.data_ptr()
-    engine.load(ForeignWeights(hf_tensors(other.decoder)), version=7)
+    engine.load(GivenWeights(list(hf_tensors(other.decoder).items())), version=7)
     for (name, mine), (_, theirs) in zip(hf_views(engine.decoder), hf_views(other.decoder), strict=True):
         assert torch.equal(mine, theirs), name
     assert engine.decoder.layers[0].qkv.data_ptr() == pointer
@@ -154,7 +142,8 @@ def test_foreign_weights_are_copied_by_name():
 def test_tied_head_in_foreign_weights_is_no_error():
     engine, other = make(), make(seed=1)
     tensors = hf_tensors(other.decoder)
-    engine.load(ForeignWeights({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}), version=1)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    engine.load(GivenWeights(list(tensors.items())), version=1)
     assert torch.equal(engine.decoder.embed, other.decoder.embed)
 
 
@@ -175,7 +164,7 @@ def test_foreign_weights_that_do_not_fit_are_refused(change, message: str):
     tensors = hf_tensors(engine.decoder)
     change(tensors)
     with pytest.raises(ModelError, match=message):
-        engine.load(ForeignWeights(tensors), version=1)
+        engine.load(GivenWeights(list(tensors.items())), version=1)
 
 
 def test_sampling_leaves_the_shared_parameters_trainable():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,22 +23,10 @@ from cohort.engines.sync import (
 )
 from cohort.errors import EngineError
 from cohort.models.decoder import Decoder, hf_views
-from tests.helpers.decoders_and_groups import naive_logprobs, small_decoder
+from tests.helpers.decoders_and_groups import GivenWeights, naive_logprobs, small_decoder
 from tests.helpers.engine_conformance import spell
 
 VOCAB = small_decoder().config.vocab_size
-
-
-class GivenWeights:
-    """Weights from a list."""
-
-    module = None
-
-    def __init__(self, tensors: list[tuple[str, Tensor]]) -> None:
-        self.tensors = tensors
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors)
 
 
 def read_weights(decoder: Decoder) -> GivenWeights:

@@ -46,6 +46,7 @@ def test_one_rank_with_all_slices_is_one_process():
     decoder = small_decoder(torch.float64)
     whole = make_backend(decoder, OptimConfig(), None)
     sliced = TensorBackend(shard_decoder(decoder, World()), OptimConfig())
+    assert not sliced.optimizer.overlaps, "its backward sums over other ranks already"
     for backend in (whole, sliced):
         backend.backward(micro, 0.7, lambda rows, logprobs, entropy: (logprobs, entropy), per_token=True)
     expected = {name: m.grad for name, m in whole.optimizer.masters.items()}

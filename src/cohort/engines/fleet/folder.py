@@ -19,6 +19,7 @@ from cohort.engines.fleet.checksum import compute_checksum
 from cohort.errors import EngineError
 from cohort.models.files import find_weight_files, read_tensors
 from cohort.models.shards import ShardWriter, TensorSpec
+from cohort.models.sizes import read_specs
 from cohort.system.private_folder import PrivateFolder
 
 # Tensors in one file. Servers read several files side by side.
@@ -31,6 +32,11 @@ class FileWeights:
 
     folder: Path
     module: Any = None  # no decoder in this process has them
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and type of every tensor, by name."""
+        return read_specs(find_weight_files(self.folder))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file, names in find_weight_files(self.folder).items():
@@ -66,7 +72,7 @@ class WeightFolder:
     def write(self, weights: Weights, version: int) -> None:
         """Replaces the weights in the folder, one tensor after the other. Raises EngineError if there is no room."""
         if not self._specs:
-            self._specs = {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in weights}
+            self._specs = dict(weights.specs)
         try:
             if self._folder is None:
                 self._make_folder()

@@ -40,6 +40,7 @@ from cohort.models.decoder import Decoder
 from cohort.models.device import DTYPES
 from cohort.models.files import load_folder
 from cohort.models.functions import multiply_wide
+from cohort.models.shards import TensorSpec
 from cohort.models.spinning import throttle_thread_spinning
 from cohort.text import Tokenizer
 from cohort.types import Sample
@@ -50,6 +51,11 @@ class OwnWeights:
     """The weights of the engine's own decoder: it has nothing to copy."""
 
     module: AnyDecoder
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and type of every weight, by name."""
+        return self.module.weight_specs()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_weights()

@@ -72,6 +72,7 @@ class Full:
     """Weights whose disk is full."""
 
     module = None
+    specs = small_decoder().weight_specs()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield next(small_decoder().named_weights())

@@ -106,7 +106,7 @@ def test_new_weights_are_used_and_proved(tmp_path: Path):
     )
     canary.tolerance = 1e-5
     sync = WeightSync(get_weights=lambda: LiveWeights(learner), engine=fleet, canary=canary)
-    sync.specs = {n: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for n, t in learner.named_weights()}
+    sync.specs = learner.weight_specs()
     sync.send(3)
     assert sync.metrics["sync/gap"] < 1e-5 and fleet.late_proof is not None
     for id, s in sample(fleet, make_requests(3)).items():
@@ -150,6 +150,10 @@ class Missing:
     """Weights of another model: one tensor has another shape."""
 
     module = None
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in self}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in small_decoder().named_weights():
