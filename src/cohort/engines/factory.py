@@ -60,6 +60,7 @@ def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
             dtype=model.dtype,
             memory=variant.memory,
             tokenizer=model.tokenizer,
+            shares_gpu=model.decoder is not None,
         )
     # What remains is the native variant.
     return _make_engine_in_process(variant, model)
