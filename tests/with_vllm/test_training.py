@@ -239,3 +239,22 @@ def test_vllm_leaves_the_threads_of_the_process_as_they_are(trained: Trained):
     for num in (before + 1, before):
         torch.set_num_threads(num)
         assert torch.get_num_threads() == num
+
+
+def test_vllm_takes_up_its_work_after_sleep(trained: Trained, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU no memory is freed, but vLLM checks the order of the calls, and does nothing until it is awake."""
+    engine = trained.job.engine
+    assert isinstance(engine, vllm.VllmEngine) and not engine._can_sleep
+    trained.load(trained.old, 0)
+    requests = make_requests(4, temperature=1.0, max_tokens=20, stop_ids=())
+    before = sample(engine, requests)
+    monkeypatch.setattr(engine, "_can_sleep", True)
+    for version in (1, 2):
+        trained.job.sync.free_memory()
+        assert engine._engine.is_sleeping()
+        trained.load(trained.new if version % 2 else trained.old, version)
+        assert not engine._engine.is_sleeping()
+        done = sample(engine, requests)
+        assert {tuple(s.versions) for s in done.values()} == {((0, version),)}
+        check_logprobs(trained, requests, done)
+    assert {id: s.tokens for id, s in done.items()} == {id: s.tokens for id, s in before.items()}

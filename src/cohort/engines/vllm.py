@@ -379,16 +379,16 @@ def import_vllm() -> Any:
             f"vLLM is installed but does not load: {describe(e)}. Install it again (pip install --force-reinstall "
             "vllm), or use --engine native."
         ) from e
-    warn_once(vllm.__version__, vllm.platforms.current_platform)
+    warn_once(vllm.__version__, vllm.platforms.current_platform.is_cpu())
     return vllm
 
 
 @cache
-def warn_once(version: str, platform: Any) -> None:
+def warn_once(version: str, on_cpu: bool) -> None:
     """Logs what was never tried: this version of vLLM, or this hardware."""
     if not version.startswith(tuple(f"{tried}." for tried in TRIED_VERSIONS)):
         log.warning("vLLM %s was never tried with Cohort, only %s", version, ", ".join(TRIED_VERSIONS))
-    if not platform.is_cpu():
+    if not on_cpu:
         log.warning("vLLM as a part of training was never tried on this hardware, only on a CPU")
 
 
