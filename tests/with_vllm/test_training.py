@@ -258,3 +258,42 @@ def test_vllm_takes_up_its_work_after_sleep(trained: Trained, monkeypatch: pytes
         assert {tuple(s.versions) for s in done.values()} == {((0, version),)}
         check_logprobs(trained, requests, done)
     assert {id: s.tokens for id, s in done.items()} == {id: s.tokens for id, s in before.items()}
+
+
+def test_stored_numbers_are_compared_where_vllm_keeps_them(trained: Trained, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU vLLM packs its matrices. Without that it stores them as on a GPU: joined, in bfloat16, the head tied."""
+    from vllm.model_executor.layers import utils
+
+    def compute_plainly(layer: Any, **options: Any) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", compute_plainly)
+    engine = vllm.VllmEngine(TINY, max_context=200, slots=4, dtype="bfloat16")
+    old, new = (
+        {name: tensor.bfloat16() for name, tensor in copy_tensors(d).items()} for d in (trained.old, trained.new)
+    )
+    engine.load(GivenWeights(old), 0)
+    assert engine._stores_numbers
+    engine.load(GivenWeights(new), 1)
+    for lost in new:
+        engine.load(GivenWeights(old), 0)
+        if torch.equal(old[lost], new[lost]):
+            continue
+        with pytest.raises(EngineError, match="stores other numbers"):
+            lose_on_the_way(engine, lost, GivenWeights(new))
+
+
+def lose_on_the_way(engine: vllm.VllmEngine, lost: str, weights: GivenWeights) -> None:
+    """Loads weights of which one tensor is read but does not reach vLLM's model."""
+    real = engine._engine.collective_rpc
+
+    def losing_rpc(method: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        if method != "reload_weights":
+            return real(method)
+        assert kwargs is not None
+        arriving = ((name, tensor) for name, tensor in kwargs["weights_iterator"] if name != lost)
+        return real(method, kwargs={"weights_iterator": arriving})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._engine, "collective_rpc", losing_rpc)
+        engine.load(weights, 1)

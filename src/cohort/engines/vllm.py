@@ -37,6 +37,7 @@ from cohort.engines.draft import Draft
 from cohort.engines.native.random import derive_random_stream
 from cohort.engines.pending import PendingOutput
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
+from cohort.engines.sums import SummedWeights, sum_parameters
 from cohort.errors import ConfigError, EngineError, ModelError, shorten_error, suggest_name
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Sample
@@ -128,6 +129,9 @@ class VllmEngine:
         self._events: list[Event] = []  # of requests, found while something else was computed
         self._num_probes = 0
         self._sleeps = False
+        # Whether vLLM stores the numbers that it is given, which can then be compared; None = no load has shown it.
+        # On a CPU it stores packed copies instead.
+        self._stores_numbers: bool | None = None
         self._closed = False
         self.work = WorkCounters()
 
@@ -289,16 +293,20 @@ class VllmEngine:
         """Replaces vLLM's weights by `weights`, one tensor after the other. All cached KV is dropped.
 
         Requests under way are computed again, with the new weights, from the tokens that they have. vLLM itself only
-        logs a warning about a tensor that it lacks: `engines.sync` proves the load. Raises EngineError after `close`,
-        and if vLLM refuses the weights, has no memory to wake up, or cannot drop its cache.
+        logs a warning about a tensor that it lacks: `engines.sync` proves the load, and the sum over all numbers is
+        compared here. Raises EngineError after `close`, and if vLLM refuses the weights, stores others, has no memory
+        to wake up, or cannot drop its cache.
         """
         if self._closed:
             raise closed_engine_error(self.name)
         try:
             # The weights first: vLLM restores its buffers with the first call, and loading needs room of its own.
             self._wake("weights")
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            sent = weights if self._stores_numbers is False else SummedWeights(weights)
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sent)})
             self._engine.collective_rpc(pack_tied_head)
+            if isinstance(sent, SummedWeights):
+                self._compare_sums(sent.total, version)
             # With the last part vLLM takes up its work again.
             self._wake("kv_cache")
         except (ValueError, RuntimeError, KeyError, AssertionError) as e:
@@ -312,6 +320,20 @@ class VllmEngine:
         self.version = version
         for pending in self._pending.values():
             pending.set_version(version)
+
+    def _compare_sums(self, sent: int, version: int) -> None:
+        """Raises EngineError if vLLM stores other numbers than those that were sent, given their sum.
+
+        The first load shows whether it stores them as they are.
+        """
+        equal = self._engine.collective_rpc(sum_parameters) == [sent]
+        if self._stores_numbers is None:
+            self._stores_numbers = equal
+        elif not equal:
+            raise EngineError(
+                f"version {version} of the weights did not arrive whole in the vllm engine: it stores other numbers "
+                f"than those that were sent. {REPEAT}"
+            )
 
     def _wake(self, part: str) -> None:
         """Gives a part of vLLM, if it sleeps, its GPU memory back: "weights" or "kv_cache", with undefined content.

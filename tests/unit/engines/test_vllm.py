@@ -64,6 +64,9 @@ class StandIn:
         self.requests: list[str] = []
         self.calls: list[str] = []
         self.memory = True
+        self.stores_numbers = True
+        self.wrong: dict[str, Tensor] = {}  # stored in place of those that are sent
+        self.lost: set[str] = set()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 512)
         StandIn.newest = self
 
@@ -90,14 +93,21 @@ class StandIn:
             self.asleep.remove(tag)
             self.calls.append(f"wake {tag}")
 
-    def collective_rpc(self, method: str | Callable[[Any], None], kwargs: dict[str, Any] | None = None) -> None:
+    def collective_rpc(self, method: str | Callable[[Any], Any], kwargs: dict[str, Any] | None = None) -> list[Any]:
         assert "weights" not in self.asleep, "the memory of the weights is not there"
         if callable(method):
-            method(SimpleNamespace(get_model=SimpleNamespace))
-            return
+            return [method(SimpleNamespace(get_model=lambda: SimpleNamespace(parameters=self.store)))]
         assert method == "reload_weights" and kwargs is not None
         self.weights = dict(kwargs["weights_iterator"])
         self.calls.append("load")
+        return [None]
+
+    def store(self) -> list[Tensor]:
+        """Returns the weights as vLLM stores them: joined to one matrix, and padded with zeros."""
+        assert self.weights is not None
+        stored = {**self.weights, **self.wrong}
+        parts = [tensor for name, tensor in stored.items() if name not in self.lost]
+        return [torch.cat([*parts[::-1], torch.zeros(2, 4, dtype=torch.bfloat16)])] if self.stores_numbers else []
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
         assert not self.asleep and reset_running_requests
@@ -147,11 +157,17 @@ def make(shares_gpu: bool = True) -> tuple[VllmEngine, StandIn]:
     return VllmEngine(TINY, max_context=100, slots=4, shares_gpu=shares_gpu), StandIn.newest
 
 
+def make_tensors(seed: int) -> dict[str, Tensor]:
+    """Returns two matrices of random numbers in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(3, 4, generator=generator).bfloat16() for name in ("a", "b")}
+
+
 @dataclass
 class GivenWeights:
     """Weights from a dict."""
 
-    tensors: dict[str, Tensor] = field(default_factory=lambda: {"a": torch.ones(2)})
+    tensors: dict[str, Tensor] = field(default_factory=lambda: make_tensors(seed=0))
     module: Any = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -171,7 +187,7 @@ def test_weights_are_loaded_before_kv_wakes(monkeypatch: pytest.MonkeyPatch):
         assert inner.asleep == list(PARTS)
         engine.load(GivenWeights(), version)
         assert inner.calls == ["sleep", "wake weights", "load", "wake kv_cache", "drop KV"]
-        assert engine.version == version and inner.weights is not None and list(inner.weights) == ["a"]
+        assert engine.version == version and inner.weights is not None and list(inner.weights) == ["a", "b"]
 
 
 def test_a_load_without_sleep_wakes_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -216,6 +232,41 @@ def test_too_little_memory_to_wake_up_names_the_setting(monkeypatch: pytest.Monk
         engine.load(GivenWeights(), 1)
     with pytest.raises(EngineError, match="sleeps"):
         engine.submit(request())
+
+
+def change_one_bit(tensor: Tensor) -> Tensor:
+    """Returns a copy whose last number differs in its last bit."""
+    changed = tensor.clone()
+    changed.view(torch.int16)[-1, -1] ^= 1
+    return changed
+
+
+def test_numbers_that_differ_from_those_sent_are_noticed_to_the_last_bit(monkeypatch: pytest.MonkeyPatch):
+    install(monkeypatch)
+    engine, inner = make()
+    old, new = make_tensors(seed=1), make_tensors(seed=2)
+    engine.load(GivenWeights(old), 1)
+    engine.load(GivenWeights(new), 2)
+    words = "version 3 of the weights did not arrive whole in the vllm engine: it stores other numbers"
+    for wrong in ({"a": old["a"]}, {"b": change_one_bit(new["b"])}, {"a": new["a"] * 2}, old):
+        inner.wrong = wrong
+        with pytest.raises(EngineError, match=words):
+            engine.load(GivenWeights(new), 3)
+    inner.wrong, inner.lost = {}, {"b"}
+    with pytest.raises(EngineError, match=words):
+        engine.load(GivenWeights(new), 3)
+    inner.lost = set()
+    engine.load(GivenWeights(new), 3)
+    assert engine.version == 3
+
+
+def test_numbers_are_not_compared_where_vllm_stores_packed_copies(monkeypatch: pytest.MonkeyPatch):
+    install(monkeypatch, "cpu")
+    engine, inner = make()
+    inner.stores_numbers = False
+    for version in (1, 2):
+        engine.load(GivenWeights(make_tensors(version)), version)
+    assert engine.version == 2
 
 
 @pytest.mark.parametrize(("device", "shares_gpu"), [("cuda", False), ("cpu", True), ("cpu", False)])
