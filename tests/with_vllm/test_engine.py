@@ -16,7 +16,8 @@ import torch
 
 from cohort.config.options import EvalOptions
 from cohort.engines.base import Abilities, sample
-from cohort.engines.vllm import PendingOutput, VllmEngine
+from cohort.engines.pending import PendingOutput
+from cohort.engines.vllm import VllmEngine
 from cohort.errors import ConfigError, ModelError
 from cohort.evaluation.standalone import ModelEvaluator
 from cohort.tasks.arithmetic import Arithmetic

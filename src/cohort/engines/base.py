@@ -172,6 +172,14 @@ class ComparableEngine(Protocol):
         """
 
 
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine with memory of its own that a learner may have between rollouts."""
+
+    def sleep(self) -> None:
+        """Frees memory of weights and KV until the next `load`. Does nothing while requests are under way."""
+
+
 def sample(engine: Engine, requests: Iterable[Request]) -> dict[str, Sample]:
     """Submits the requests, polls until the engine is idle, and returns the finished samples by request id.
 

@@ -63,6 +63,7 @@ def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
             dtype=model.dtype,
             memory=variant.memory,
             tokenizer=model.tokenizer,
+            shares_gpu=model.decoder is not None,
         )
     # What remains is the native variant.
     if variant.place == "process":

