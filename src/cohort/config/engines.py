@@ -9,6 +9,9 @@ from cohort.config.section import Effect, Section, Slots, at_least, at_most
 
 # Settings of engines in other processes, which have no effect while the engine is in this one.
 ELSEWHERE = ("replicas", "patience", "restarts")
+# Settings of servers, and those of servers that Cohort starts.
+SERVED = ("urls", "folder", "patience", "restarts")
+STARTED = ("replicas", "tensor", "devices", "python", "memory")
 Replicas = Annotated[int, at_least(1), at_most(1_024)]
 Patience = Annotated[float, at_least(1), at_most(86_400)]
 Restarts = Annotated[int, at_least(0), at_most(10_000)]
@@ -53,13 +56,83 @@ class NativeEngine(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmEngine(Section):
-    """vLLM in this process, with weights of its own: every load of new ones is proved. One process only."""
+class ServedEngine(Section):
+    """What engines have in common that may be servers: started by Cohort, or by the user."""
 
     slots: Slots = 256
-    """Samples that are decoded at the same time."""
+    """Samples that are decoded at the same time, by each server."""
     memory: Annotated[float, at_least(0.01), at_most(1)] = 0.8
-    """Share of the GPU's memory that vLLM reserves."""
+    """Share of the GPU's memory that the engine reserves."""
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that you have started, for all ranks in turn, such as http://localhost:8000 or
+    unix:/run/vllm.sock; none = Cohort starts them."""
+    replicas: Replicas = 1
+    """Servers that Cohort starts for each rank."""
+    tensor: Annotated[int, at_least(1), at_most(64)] = 1
+    """GPUs that hold the model of one server together."""
+    devices: tuple[str, ...] = ()
+    """The GPUs of the servers that Cohort starts, of all ranks in turn, such as cuda:1 cuda:2; none = the CPU, if the
+    run is on it."""
+    python: str = ""
+    """Python of the environment that has the server's package, such as /opt/vllm/bin/python; none = this one."""
+    folder: str = ""
+    """Folder in which new weights are put for the servers; other machines must see it under the same name. None = one
+    in shared memory."""
+    patience: Patience = 300.0
+    """Seconds that a server may need to start, to load weights or to give a sign of life; then it counts as lost."""
+    restarts: Restarts = 3
+    """Times that lost servers are started again or waited for, together, before the run stops."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the engine is a server, and not in the process that trains."""
+        return True
+
+    @property
+    def off_settings(self) -> frozenset[str]:
+        """The settings of servers if there are none, and of their start if the user has started them."""
+        if not self.is_served:
+            return frozenset((*STARTED, *SERVED, "place")) - {"memory"}
+        return frozenset(STARTED if self.urls else ())
+
+
+_ARE_STARTED = Effect(
+    STARTED,
+    ("urls",),
+    lambda engine: not engine.urls,
+    "you have started the servers of engine.urls, and they keep their settings",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmEngine(ServedEngine):
+    """vLLM, in the process that trains or as servers. Every load of new weights is proved."""
+
+    place: Literal["here", "server"] = "here"
+    """here = in the process that trains, which must be one; server = as servers, which Cohort starts, or those of
+    engine.urls."""
+
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            tuple(name for name in (*STARTED, *SERVED) if name not in ("memory", "urls")),
+            ("place", "urls"),
+            lambda engine: engine.is_served,
+            "vLLM is in the process that trains; set --engine.place server",
+        ),
+        _ARE_STARTED,
+    )
+
+    @property
+    def is_served(self) -> bool:
+        """Whether vLLM is a server. Addresses say so too."""
+        return self.place == "server" or bool(self.urls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangEngine(ServedEngine):
+    """SGLang's servers. They were never tried: only a stand-in that follows their interface."""
+
+    effects: ClassVar[tuple[Effect, ...]] = (_ARE_STARTED,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,5 +145,10 @@ class ServerEngine(Section):
     """Requests that are sent to the server at the same time."""
 
 
-EngineConfig = NativeEngine | VllmEngine | ServerEngine
-ENGINES: dict[str, type] = {"native": NativeEngine, "vllm": VllmEngine, "server": ServerEngine}
+EngineConfig = NativeEngine | VllmEngine | SglangEngine | ServerEngine
+ENGINES: dict[str, type] = {
+    "native": NativeEngine,
+    "vllm": VllmEngine,
+    "sglang": SglangEngine,
+    "server": ServerEngine,
+}

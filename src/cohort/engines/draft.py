@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from cohort.engines.base import Event, Request
 from cohort.types import Finish, Provenance, Sample
 
+# A stop string may be noticed this many tokens late, because text waits for whole characters: these have at most four.
+MAX_LATE_TOKENS = 8
+
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Draft:
@@ -60,6 +63,17 @@ class Draft:
             self.finish = Finish.STOP
         elif len(self.tokens) >= sampling.max_tokens:
             self.finish = Finish.LENGTH
+
+    def add_all_tokens(self, tokens: list[int], logprobs: list[float], decode: Callable[[list[int]], str]) -> None:
+        """Calls `add_tokens` with tokens of which only the last few can complete a stop string.
+
+        That is so where another program has looked for stop strings while it drew the tokens. To find the token that
+        completes one, `add_tokens` decodes again and again, which is slow for many.
+        """
+        sure = max(0, len(tokens) - MAX_LATE_TOKENS)
+        for part in (slice(sure), slice(sure, None)):
+            if self.finish is None:
+                self.add_tokens(tokens[part], logprobs[part], [], decode)
 
     def add_and_report(
         self, tokens: list[int], logprobs: list[float], kept: list[float], decode: Callable[[list[int]], str]

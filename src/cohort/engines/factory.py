@@ -13,6 +13,8 @@ from cohort.engines.auto import AutoEngine
 from cohort.engines.base import Abilities, Engine
 from cohort.engines.fleet.native import ABILITIES as PROCESS_ABILITIES
 from cohort.engines.fleet.native import ProcessModel, make_native_fleet
+from cohort.engines.fleet.servers import ABILITIES as SERVER_ABILITIES
+from cohort.engines.fleet.servers import ServedModel, make_server_fleet
 from cohort.engines.native import NativeEngine, make_native_engine
 from cohort.engines.server import ServerEngine
 from cohort.engines.vllm import VllmEngine
@@ -45,15 +47,18 @@ class EngineModel:
 
 
 def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
-    """Returns a new engine for the settings `variant` (native, vLLM or server), ready to sample from `model`.
+    """Returns a new engine for the settings `variant`, ready to sample from `model`.
 
-    The native settings need `model.decoder`, those of vLLM `model.folder`. A server is asked at once whether it serves
-    `model.name`; ModelError or ConfigError is raised if it does not answer or does not serve it.
+    The native settings need `model.decoder`, those of vLLM and SGLang `model.folder`. A server with OpenAI's interface
+    is asked at once whether it serves `model.name`; ModelError or ConfigError is raised if it does not answer or does
+    not serve it.
     """
     if isinstance(variant, variants.ServerEngine):
         return ServerEngine(
             variant.url, model.name, template=model.template, system=model.system, concurrency=variant.slots
         )
+    if isinstance(variant, variants.ServedEngine) and variant.is_served:
+        return _make_servers(variant, model)
     if isinstance(variant, variants.VllmEngine):
         assert model.folder is not None, "vLLM loads the model's files itself"
         return VllmEngine(
@@ -65,7 +70,7 @@ def make_engine(variant: variants.EngineConfig, model: EngineModel) -> Engine:
             tokenizer=model.tokenizer,
             shares_gpu=model.decoder is not None,
         )
-    # What remains is the native variant.
+    assert isinstance(variant, variants.NativeEngine)
     if variant.place == "process":
         return _make_engine_processes(variant, model)
     return _make_engine_in_process(variant, model)
@@ -118,6 +123,25 @@ def _make_engine_processes(variant: variants.NativeEngine, model: EngineModel) -
     )
 
 
+def _make_servers(variant: variants.ServedEngine, model: EngineModel) -> Engine:
+    """Returns servers as one engine. `model.decoder` is not sampled from: they load the folder."""
+    assert model.folder is not None and model.tokenizer is not None
+    decoder = model.decoder
+    return make_server_fleet(
+        "vllm" if isinstance(variant, variants.VllmEngine) else "sglang",
+        variant,
+        ServedModel(
+            folder=model.folder,
+            dtype=model.dtype,
+            device="cpu" if decoder is None else decoder.embed.device.type,
+            context=model.context,
+            vocab_size=model.tokenizer.vocab_size if decoder is None else decoder.config.vocab_size,
+            threads=model.threads,
+            decode=model.tokenizer.decode,
+        ),
+    )
+
+
 def get_abilities(variant: variants.EngineConfig) -> Abilities:
     """Returns what an engine with these settings can do (token ids, log-probabilities, live weights).
 
@@ -125,8 +149,8 @@ def get_abilities(variant: variants.EngineConfig) -> Abilities:
     """
     if isinstance(variant, variants.ServerEngine):
         return ServerEngine.abilities
-    if isinstance(variant, variants.VllmEngine):
-        return VllmEngine.abilities
+    if isinstance(variant, variants.ServedEngine):
+        return SERVER_ABILITIES if variant.is_served else VllmEngine.abilities
     # The GPU engine and AutoEngine can do the same.
     here = isinstance(variant, variants.NativeEngine) and variant.place == "here"
     return NativeEngine.abilities if here else PROCESS_ABILITIES

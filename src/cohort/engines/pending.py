@@ -8,9 +8,6 @@ from cohort.engines.base import Event, Request
 from cohort.engines.draft import Draft
 from cohort.text import TextStream, Tokenizer
 
-# A stop string may be noticed this many tokens late, because text waits for whole characters: these have at most four.
-MAX_LATE_TOKENS = 8
-
 
 @dataclass(kw_only=True, slots=True)
 class PendingOutput:
@@ -49,11 +46,7 @@ class PendingOutput:
         The draft is cut after a stop string. Its `finish` is None if nothing (stop string, stop id, length) ended it.
         """
         draft = Draft(request=self.request)
-        # Only the last tokens may complete a stop string. A draft decodes these one by one, which is slow for all.
-        sure = max(0, len(self.tokens) - MAX_LATE_TOKENS)
-        for part in (slice(sure), slice(sure, None)):
-            if draft.finish is None:
-                draft.add_tokens(self.tokens[part], self.logprobs[part], [], tokenizer.decode)
+        draft.add_all_tokens(self.tokens, self.logprobs, tokenizer.decode)
         # A stop string may have cut tokens of the newest version.
         draft.versions = [span for span in self.versions if span[0] < len(draft.tokens)] or self.versions[:1]
         return draft

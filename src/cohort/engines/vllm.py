@@ -34,6 +34,7 @@ import torch
 
 from cohort.engines.base import Abilities, Event, Request, Weights, WorkCounters
 from cohort.engines.draft import Draft
+from cohort.engines.fleet.in_vllm.cohort_worker import pack_tied_head
 from cohort.engines.native.random import derive_random_stream
 from cohort.engines.pending import PendingOutput
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
@@ -433,17 +434,6 @@ def keep_process_settings() -> Iterator[None]:
 def describe(error: BaseException) -> str:
     """Returns an error's text in one line, without a full stop at its end."""
     return shorten_error(error).rstrip(".")
-
-
-def pack_tied_head(worker: Any) -> None:
-    """Makes vLLM's packed copy of a head again that is the embedding itself, in the process of a vLLM worker.
-
-    On a CPU vLLM computes with packed copies of its matrices. With new weights it packs those that it loads, and it
-    loads no tied head: that would stay as it was. Elsewhere there are no such copies, and nothing is done.
-    """
-    head = getattr(worker.get_model(), "lm_head", None)
-    if head is not None and hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
 
 
 def check_options(options: Mapping[str, Any], known: set[str], fixed: Mapping[str, Any]) -> None:

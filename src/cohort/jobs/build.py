@@ -158,10 +158,10 @@ def _check_engine(config: RL, world: World) -> None:
     s = config.sampling
     require_for_training(get_abilities(config.engine), name, truncates=s.top_p < 1 or s.top_k > 0 or s.min_p > 0)
     # vLLM uses torch's group of processes, of which there is one: it would take the ranks for its own.
-    if isinstance(config.engine, VllmEngine) and world.size > 1:
+    if isinstance(config.engine, VllmEngine) and not config.engine.is_served and world.size > 1:
         raise ConfigError(
-            f"--engine vllm trains in one process, and this run has {world.size} ranks: start it without torchrun, or "
-            "with --engine native."
+            f"vLLM in the process that trains needs that this is one, and this run has {world.size} ranks: set "
+            "--engine.place server, or start one process, without torchrun."
         )
 
 

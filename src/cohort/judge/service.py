@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from cohort.errors import ServiceError
 from cohort.judge.cache import digest_request, recall_reply, remember_reply
-from cohort.judge.connection import ConnectionPool
+from cohort.system.http_connection import ConnectionPool
 from cohort.system.http_text import (
     REDIRECT_STATUSES,
     RETRYABLE_STATUSES,
@@ -196,7 +196,7 @@ class Service:
             await state.rate.wait()
             try:
                 async with asyncio.timeout(config.seconds):
-                    reply = await state.pool.post(config.path, json.dumps(body).encode(), headers)
+                    reply = await state.pool.send("POST", config.path, json.dumps(body).encode(), headers)
             except TimeoutError as error:
                 raise RetryableError(f"no reply within {config.seconds:g} seconds") from error
             except ssl.SSLCertVerificationError as error:

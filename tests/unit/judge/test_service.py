@@ -20,11 +20,12 @@ import pytest
 
 import cohort
 from cohort.errors import CohortError, ServiceError
-from cohort.judge import cache, connection
+from cohort.judge import cache
 from cohort.judge.service import MAX_PAUSE_SECONDS, ServiceConfig, get_service
 from cohort.scoring.concurrent import ConcurrentServer
 from cohort.scoring.wire import Item, Limits, Reply
 from cohort.scoring.worker import make_reply
+from cohort.system import http_connection
 from cohort.tasks.base import make_plain_answer
 from tests.helpers.fake_server import Behaviour, FakeServer, breaks_off, chat, fails, hangs_up, raw, resets
 from tests.helpers.judge_server import (
@@ -243,7 +244,7 @@ def test_a_certificate_must_be_trusted(server: FakeServer, monkeypatch: pytest.M
         contexts.append(given["ssl"])
         raise untrusted
 
-    monkeypatch.setattr(connection.asyncio, "open_connection", open_connection)
+    monkeypatch.setattr(http_connection.asyncio, "open_connection", open_connection)
     error = fail_to_score(make_judge(server, url=server.url.replace("http:", "https:")))
     assert "self-signed certificate" in str(error) and "SSL_CERT_FILE" in str(error) and error.lasting
     [context] = contexts

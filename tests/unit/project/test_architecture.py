@@ -52,7 +52,7 @@ WALLS = {
     "tokenizers": ("text",),
     "sqlite3": ("run.store", "tasks.search.index"),
     "transformers": ("models.auto",),
-    "urllib": ("models", "engines.site", "judge.connection", "system.http_text", "system.secrets"),
+    "urllib": ("models", "engines.site", "system.http_connection", "system.http_text", "system.secrets"),
     "vllm": ("engines.vllm",),
     "multiprocessing": ("scoring",),
     "torch": (

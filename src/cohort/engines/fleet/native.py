@@ -40,9 +40,7 @@ def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
     Raises ConfigError for impossible devices, and EngineError if a process does not start.
     """
     num = variant.replicas
-    num_ranks = count_local_ranks()
-    devices = choose_devices(variant.devices, num, model.device, read_place()[2] if is_rank() else 0, num_ranks)
-    threads = model.threads or max(1, count_cores() // (num_ranks * num))
+    devices = divide_devices(variant.devices, num, model.device)
     news = NewsQueue()
     replicas = [
         ProcessReplica(
@@ -52,7 +50,7 @@ def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
                 folder=str(model.folder),
                 dtype=model.dtype,
                 device=device.partition(":")[0],
-                threads=threads,
+                threads=count_threads(model.threads, num),
                 slots=variant.slots,
                 context=model.context,
                 weights=variant.weights,
@@ -60,7 +58,7 @@ def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
             ),
             news,
             variant.patience,
-            show_device(device),
+            show_devices([device]),
         )
         for n, device in enumerate(devices)
     ]
@@ -68,17 +66,31 @@ def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
     return Fleet("native", replicas, news, WeightFolder(), limits, ABILITIES)
 
 
+def count_threads(given: int, num: int) -> int:
+    """Returns the threads of each of a rank's `num` engines on a CPU: as given, or an equal share of the cores."""
+    return given or max(1, count_cores() // (count_local_ranks() * num))
+
+
+def divide_devices(given: tuple[str, ...], num: int, device: str) -> list[str]:
+    """Returns the `num` devices of this rank's engines: "cpu", or "cuda:N" each. `device` is where the run is.
+
+    `given` are those that the user named. Raises ConfigError as `choose_devices` does.
+    """
+    return choose_devices(given, num, device, read_place()[2] if is_rank() else 0, count_local_ranks())
+
+
 def choose_devices(given: tuple[str, ...], num: int, device: str, rank: int, num_ranks: int) -> list[str]:
-    """Returns the devices of the `num` engine processes of rank number `rank` of this machine: "cpu", or "cuda:N" each.
+    """Returns the devices of the engines of rank number `rank` of this machine, `num` in all: "cpu", or "cuda:N" each.
 
     `given` are the devices that the user named, for all `num_ranks` ranks of the machine in turn; `device` is where the
-    run is. Raises ConfigError for other names or another number of devices, and if none are named on a GPU.
+    run is. Raises ConfigError for other names, for GPUs beside the CPU or another number of devices, and if none are
+    named on a GPU.
     """
     if not given:
         if device != "cpu":
             raise ConfigError(
-                "engine.place is process on GPUs: name one for each engine process, other than those that train, as in "
-                "--engine.devices cuda:1 cuda:2."
+                "engines elsewhere need GPUs of their own, because that of the run has no room to spare: name them, as "
+                "in --engine.devices cuda:1 cuda:2."
             )
         return ["cpu"] * num
     for name in given:
@@ -87,24 +99,24 @@ def choose_devices(given: tuple[str, ...], num: int, device: str, rank: int, num
             raise ConfigError(f'engine.devices has "{name}"; write cpu, or cuda:N with the number of a GPU.')
     if len(given) != num * num_ranks:
         raise ConfigError(
-            f"engine.devices names {len(given)} devices, but there are {num * num_ranks} engine processes on this "
-            f"machine: {num} (engine.replicas) for each of its ranks, {num_ranks}. Name one device for each process."
+            f"engine.devices names {len(given)} devices, but engines need {num * num_ranks} on this machine: {num} "
+            f"(engine.replicas, times engine.tensor if there is one) for each of its ranks, {num_ranks}."
         )
     return list(given[rank * num : (rank + 1) * num])
 
 
-def show_device(device: str) -> dict[str, str]:
-    """Returns the environment variable because of which a process sees only this GPU; {} for the CPU.
+def show_devices(devices: list[str]) -> dict[str, str]:
+    """Returns the environment variable because of which a process sees only these GPUs; {} for the CPU.
 
-    A number counts among the GPUs that this process sees.
+    A number counts among the GPUs that this process sees. Raises ConfigError for one that it does not see.
     """
-    kind, _, index = device.partition(":")
-    if kind != "cuda":
+    indices = [int(device.partition(":")[2]) for device in devices if device != "cpu"]
+    if not indices:
         return {}
     visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
-    if visible and int(index) >= len(visible):
+    if visible and max(indices) >= len(visible):
         raise ConfigError(
-            f"engine.devices names {device}, but {VISIBLE} shows {len(visible)} GPUs: use cuda:0 to cuda:"
+            f"engine.devices names cuda:{max(indices)}, but {VISIBLE} shows {len(visible)} GPUs: use cuda:0 to cuda:"
             f"{len(visible) - 1}."
         )
-    return {VISIBLE: visible[int(index)] if visible else index}
+    return {VISIBLE: ",".join(visible[index] if visible else str(index) for index in indices)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cohort.engines.base import Abilities, Engine, Request, sample
 from cohort.engines.fleet.engine import Fleet
-from cohort.engines.fleet.native import choose_devices, show_device
+from cohort.engines.fleet.native import choose_devices, show_devices
 from cohort.engines.fleet.process import ProcessReplica
 from cohort.engines.native.engine import NativeEngine
 from cohort.engines.sync import Canary, WeightSync
@@ -237,7 +237,7 @@ def test_a_process_that_fails_at_its_start_is_named_with_what_it_printed(monkeyp
 DEVICES = [
     (("cuda:x",), 1, "cpu", 'engine.devices has "cuda:x"'),
     (("gpu",), 1, "cpu", "write cpu, or cuda:N"),
-    (("cpu",), 2, "cpu", "names 1 devices, but there are 4 engine processes on this machine: 2"),
+    (("cpu",), 2, "cpu", "names 1 devices, but engines need 4 on this machine: 2"),
     ((), 1, "cuda", "--engine.devices cuda:1 cuda:2"),
 ]
 
@@ -254,8 +254,9 @@ def test_devices_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch):
     assert choose_devices(given, 2, "cuda", rank=1, num_ranks=2) == ["cuda:2", "cuda:3"]
     assert choose_devices((), 2, "cpu", rank=1, num_ranks=2) == ["cpu", "cpu"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert show_device("cuda:3") == {"CUDA_VISIBLE_DEVICES": "3"} and show_device("cpu") == {}
+    assert show_devices(["cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "3"} and show_devices(["cpu"]) == {}
+    assert show_devices(["cuda:3", "cuda:1"]) == {"CUDA_VISIBLE_DEVICES": "3,1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert show_device("cuda:1") == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert show_devices(["cuda:1"]) == {"CUDA_VISIBLE_DEVICES": "6"}
     with pytest.raises(ConfigError, match="shows 2 GPUs"):
-        show_device("cuda:2")
+        show_devices(["cuda:2"])

@@ -1,4 +1,4 @@
-"""A small HTTP client for an event loop: one POST at a time per connection, many connections in one thread.
+"""A small HTTP client for an event loop: one request at a time per connection, many connections in one thread.
 
 Threads are avoided on purpose. The C library reserves up to 64 MiB of address space for each thread, and a scoring
 worker has 1 GiB in all. Certificates are verified. Redirects are not followed and proxies are not used.
@@ -16,11 +16,12 @@ from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from cohort.system.http_text import HttpReply
 
-MAX_REPLY_BYTES = 1 << 24
+MAX_REPLY_BYTES = 1 << 24  # unless a pool allows more
 MAX_HEADER_BYTES = 1 << 16
 CONNECT_SECONDS = 10.0  # for one address of a server; then the next one is tried
 
@@ -39,10 +40,15 @@ class Connection:
 
 
 class ConnectionPool:
-    """Connections to the server at `url`, in one event loop. Those that are idle stay open in `keep_open`."""
+    """Connections to the server at `url`, in one event loop. Those that are idle stay open in `keep_open`.
 
-    def __init__(self, url: str) -> None:
+    `socket_path` is the Unix socket on which the server listens; None = it listens on the host and port of `url`.
+    """
+
+    def __init__(self, url: str, socket_path: Path | None = None, max_reply_bytes: int = MAX_REPLY_BYTES) -> None:
         where = urlsplit(url)
+        self._max_reply_bytes = max_reply_bytes
+        self._socket_path = socket_path
         self._host, self._tls = where.hostname or "", where.scheme == "https"
         self._port = where.port or (443 if self._tls else 80)
         self._host_header = where.netloc
@@ -52,12 +58,12 @@ class ConnectionPool:
         self._addresses: list[str] = []
         self._lookup = asyncio.Lock()
 
-    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpReply:
-        """Sends a POST and returns the reply, whatever its status is.
+    async def send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> HttpReply:
+        """Sends a request, GET or POST, and returns the reply, whatever its status is.
 
         Raises OSError, EOFError or ValueError if the connection fails, or the reply is cut off, too long or not HTTP.
         """
-        return await self._post(self._make_request(path, body, headers))
+        return await self._exchange(self._make_request(method, path, body, headers))
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
@@ -71,20 +77,20 @@ class ConnectionPool:
             while not self._num_blocks and self._idle:
                 self._idle.pop().close()
 
-    def _make_request(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Returns the bytes of a POST request."""
+    def _make_request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """Returns the bytes of a request."""
         fields = {"Host": self._host_header, "Content-Length": str(len(body)), "Accept-Encoding": "identity", **headers}
-        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
         return "\r\n".join(lines).encode("latin-1") + body
 
-    async def _post(self, request: bytes) -> HttpReply:
+    async def _exchange(self, request: bytes) -> HttpReply:
         """Sends the bytes of a request over an idle or a new connection and returns the reply."""
         while True:
             connection = self._idle.pop() if self._idle else await self._open()
             try:
                 connection.writer.write(request)
                 await connection.writer.drain()
-                reply, stays_open = await read_reply(connection.reader)
+                reply, stays_open = await read_reply(connection.reader, self._max_reply_bytes)
             except (ConnectionError, IncompleteReadError) as error:
                 connection.close()
                 # Servers close idle connections. One that gave nothing for this request was closed before it.
@@ -107,6 +113,10 @@ class ConnectionPool:
 
         The error is that of the last address.
         """
+        if self._socket_path is not None:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(str(self._socket_path), limit=MAX_HEADER_BYTES)
+            return Connection(reader=reader, writer=writer)
         if self._tls and self._context is None:
             self._context = ssl.create_default_context()
         last_error: OSError = ConnectionError(f"{self._host} has no address")
@@ -137,10 +147,11 @@ class ConnectionPool:
         return self._addresses
 
 
-async def read_reply(reader: StreamReader) -> tuple[HttpReply, bool]:
+async def read_reply(reader: StreamReader, limit: int = MAX_REPLY_BYTES) -> tuple[HttpReply, bool]:
     """Returns the next HTTP reply of a stream, and whether the connection can be used again.
 
-    Raises IncompleteReadError if the stream ends before the reply does, ValueError for what is no HTTP or too long.
+    Raises IncompleteReadError if the stream ends before the reply does, ValueError for what is no HTTP or has a body of
+    more than `limit` bytes.
     """
     status = 100
     while 100 <= status < 200:
@@ -151,15 +162,16 @@ async def read_reply(reader: StreamReader) -> tuple[HttpReply, bool]:
     if status in (204, 304):
         data = b""
     elif "chunked" in headers.get("Transfer-Encoding", "").lower():
-        data = await _read_chunks(reader)
+        data = await _read_chunks(reader, limit)
     elif length:
-        data = await reader.readexactly(_check_size(int(length) if re.fullmatch("[0-9]{1,18}", length) else -1))
+        size = int(length) if re.fullmatch("[0-9]{1,18}", length) else -1
+        data = await reader.readexactly(_check_size(size, limit))
     else:
         # The end of the connection is the end of the reply. The reader keeps little, so it is read in pieces.
         stays_open, parts = False, bytearray()
         while piece := await reader.read(MAX_HEADER_BYTES):
             parts += piece
-            _check_size(len(parts))
+            _check_size(len(parts), limit)
         data = bytes(parts)
     reply = HttpReply(
         status=status,
@@ -189,7 +201,7 @@ async def _read_head(reader: StreamReader) -> tuple[int, http.client.HTTPMessage
     return int(found[1]), headers
 
 
-async def _read_chunks(reader: StreamReader) -> bytes:
+async def _read_chunks(reader: StreamReader, limit: int) -> bytes:
     """Returns a body that comes in chunks, each after its length. Raises ValueError for a wrong length."""
     data = bytearray()
     while True:
@@ -199,7 +211,7 @@ async def _read_chunks(reader: StreamReader) -> bytes:
         size = int(line.partition(b";")[0], 16)
         if not size:
             break
-        _check_size(len(data) + size)
+        _check_size(len(data) + size, limit)
         data += await reader.readexactly(size)
         await reader.readexactly(2)
     # Headers may follow the last chunk; an empty line ends them.
@@ -208,8 +220,8 @@ async def _read_chunks(reader: StreamReader) -> bytes:
     return bytes(data)
 
 
-def _check_size(size: int) -> int:
-    """Returns the size of a reply in bytes. Raises ValueError if it is negative or too large."""
-    if not 0 <= size <= MAX_REPLY_BYTES:
-        raise ValueError(f"the reply has no length or is longer than {MAX_REPLY_BYTES >> 20} MiB")
+def _check_size(size: int, limit: int) -> int:
+    """Returns the size of a reply in bytes. Raises ValueError if it is negative or more than `limit`."""
+    if not 0 <= size <= limit:
+        raise ValueError(f"the reply has no length or is longer than {limit >> 20} MiB")
     return size

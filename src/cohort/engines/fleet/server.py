@@ -1,0 +1,231 @@
+"""A server that samples, vLLM's or SGLang's, as the fleet that uses it sees it.
+
+Cohort starts the server itself (`Starter`), or is given the address of one that the user has started. One that is given
+is never ended: if it is lost, the fleet waits until it is back, and gives it the current weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cohort.engines.base import Request, WorkCounters
+from cohort.engines.fleet.base import LoadedWeights, News, NewsQueue, Order, ReplicaLost
+from cohort.engines.fleet.calls import Address, ServerCalls
+from cohort.engines.fleet.dialect import Dialect, Question, ServerSettings, warn_untried
+from cohort.engines.fleet.program import ServerProgram
+from cohort.engines.fleet.session import Session
+from cohort.errors import CohortError, ConfigError
+from cohort.system.private_folder import PrivateFolder
+from cohort.types import Sample, Sampling
+
+log = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH = 100  # characters; the kernel allows a few more
+# The check that drawn tokens have log-probabilities at the request's temperature: far from 1, so that it shows.
+PROBE_TEMPERATURE = 2.0
+PROBE_TOKENS = 16
+# In nats per token. Log-probabilities at temperature 1 differ from these by far more, rounding is far less.
+PROBE_DIFFERENCE = 1e-3
+
+
+@dataclass(kw_only=True, slots=True)
+class Starter:
+    """Starts a server program, and knows what belongs to it while it runs."""
+
+    dialect: Dialect
+    settings: ServerSettings
+    environment: dict[str, str]  # besides that of the dialect, such as the GPUs that it sees
+    program: ServerProgram | None = None
+    folder: PrivateFolder | None = None  # of its socket
+
+    def start(self) -> Address:
+        """Starts the program and returns where it will listen: on a socket that only this user has, or on loopback."""
+        if self.dialect.has_sockets:
+            self.folder = PrivateFolder.make("server", 0, Path(tempfile.gettempdir()))
+            path = self.folder.path / "socket"
+            if len(str(path)) > MAX_SOCKET_PATH:
+                raise ConfigError(
+                    f"{path} is too long for the socket of a server: set the environment variable TMPDIR to a folder "
+                    "with a shorter path, such as /tmp."
+                )
+            address = Address(url="http://localhost", socket_path=path)
+            listen = ["--uds", str(path)]
+        else:
+            port = find_free_port()
+            address = Address(url=f"http://127.0.0.1:{port}")
+            listen = ["--host", "127.0.0.1", "--port", str(port)]
+        command = self.dialect.make_command(self.settings, listen)
+        self.program = ServerProgram.start(
+            command, {**self.dialect.make_environment(self.settings), **self.environment}
+        )
+        return address
+
+    def describe_end(self) -> str:
+        """Returns how the program ended; "" = it runs."""
+        return self.program.describe_end() if self.program is not None and self.program.has_ended else ""
+
+    def end(self) -> None:
+        """Ends the program, and removes its socket. What it has printed stays if it had ended by itself."""
+        if self.program is not None:
+            self.program.end(keep_printed=self.program.has_ended)
+            self.program = None
+        if self.folder is not None:
+            self.folder.close()
+            self.folder = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionSettings:
+    """What the sessions of a replica need to know of the run."""
+
+    context: int  # most tokens of a prompt and its completion
+    slots: int  # requests that a server is sent at the same time
+    patience: float  # seconds that may be waited for anything
+    decode: Callable[[list[int]], str]
+    key: str = field(default="", repr=False)  # API key of servers that are given
+
+
+class ServerReplica:
+    """A server, number `number` of its fleet. `source` starts it, or is its address."""
+
+    def __init__(
+        self, number: int, dialect: Dialect, source: Starter | Address, settings: SessionSettings, news: NewsQueue
+    ) -> None:
+        self.number = number
+        self.dialect = dialect
+        self.source = source
+        self.settings = settings
+        self.where = (
+            f"the server {source}" if isinstance(source, Address) else f"server {number + 1} of {dialect.title}"
+        )
+        self.serial = 0
+        self.work = WorkCounters()
+        self._news = news
+        self._session: Session | None = None
+
+    def start(self) -> None:
+        """Starts the server, or finds it, waits until it is ready, and checks that it can be trained with.
+
+        Raises ReplicaLost if it does not become ready, and ConfigError, with what to change, if it cannot do what is
+        needed.
+        """
+        self.serial += 1
+        source, settings = self.source, self.settings
+        address = source if isinstance(source, Address) else source.start()
+        calls = ServerCalls(address, settings.key if isinstance(source, Address) else "")
+        session = self._session = Session(
+            self.dialect, calls, settings.slots, settings.patience, settings.decode, self._make_report(self.serial)
+        )
+        session.run(session.wait_until_ready(self._find_end, self._notify))
+        facts = session.run(self.dialect.inspect(calls, settings.patience))
+        warn_untried(self.dialect.title, facts.version, self.dialect.tried_versions)
+        if facts.context and facts.context < settings.context:
+            raise ConfigError(
+                f"{self.where} has a context of {facts.context} tokens, and this run needs {settings.context}: start "
+                "it with a longer one, or lower --sampling.max_tokens."
+            )
+        session.run(self._check_logprobs(calls))
+        session.watch()
+
+    def send(self, orders: Sequence[Order]) -> None:
+        """Hands over requests. Servers find equal first tokens in their own cache: nothing is kept or forgotten."""
+        self._require_session().begin([order for order in orders if isinstance(order, Request)])
+
+    def abort(self, id: str) -> Sample | None:
+        """Stops a request and returns its partial sample. None = it has ended, and its news are in the queue."""
+        session = self._require_session()
+        return session.run(session.abort(id))
+
+    def load(self, folder: Path, version: int) -> LoadedWeights:
+        """Loads the weights in a folder. Servers compute no checksums that could be compared."""
+        session = self._require_session()
+        return LoadedWeights(version=session.run(session.load(folder, version)))
+
+    def compute_logprobs(self, tokens: list[int]) -> list[float]:
+        """Returns the log-probability of every token after the first, at temperature 1, with the current weights."""
+        session = self._require_session()
+        return session.run(session.compute_logprobs(tokens))
+
+    def find_fault(self, is_busy: bool) -> str:
+        """Returns why the server counts as lost: its program has ended, or it gives no sign of life; "" = it is well.
+
+        A busy and an idle server are asked for signs of life alike.
+        """
+        if words := self._find_end():
+            return words
+        session = self._session
+        if session is None:
+            return "was ended"
+        self.work = WorkCounters(num_drawn=session.num_drawn)
+        return session.fault
+
+    def end(self) -> None:
+        """Gives up what is under way, and ends the server if Cohort has started it. A second call does nothing."""
+        session, self._session = self._session, None
+        self.serial += 1
+        if session is not None:
+            session.close()
+        if isinstance(self.source, Starter):
+            self.source.end()
+
+    def _require_session(self) -> Session:
+        """Returns the session. Raises ReplicaLost if there is none."""
+        if self._session is None:
+            raise ReplicaLost("was ended")
+        return self._session
+
+    def _find_end(self) -> str:
+        """Returns how the server program ended; "" = it runs, or it is not Cohort's."""
+        return self.source.describe_end() if isinstance(self.source, Starter) else ""
+
+    def _notify(self, words: str, seconds: float) -> None:
+        """Logs that a start takes long."""
+        log.info("waiting for %s, which %s; at most %.0f s more (--engine.patience)", self.where, words, seconds)
+
+    def _make_report(self, serial: int) -> Callable[[str, Sample | CohortError], None]:
+        """Returns the function by which a session reports, as news of the start number `serial`."""
+
+        def report(id: str, result: Sample | CohortError) -> None:
+            if isinstance(result, Sample):
+                self._news.put(News(replica=self.number, serial=serial, id=id, sample=result))
+            else:
+                self._news.put(News(replica=self.number, serial=serial, id=id, error=result))
+
+        return report
+
+    async def _check_logprobs(self, calls: ServerCalls) -> None:
+        """Raises ConfigError if the server gives drawn tokens log-probabilities at temperature 1, whatever was asked.
+
+        A run at temperature 1 would not notice, any other would train on wrong ratios.
+        """
+        begin = [1, 2, 3]
+        question = Question(
+            id="0" * 32,
+            tokens=begin,
+            max_tokens=PROBE_TOKENS,
+            sampling=Sampling(temperature=PROBE_TEMPERATURE, max_tokens=PROBE_TOKENS),
+            seed=1,
+            label="probe",
+        )
+        part = await self.dialect.continue_tokens(calls, question, self.settings.patience)
+        tokens = [*begin, *part.tokens]
+        plain = await self.dialect.compute_logprobs(calls, tokens, "probe", self.settings.patience)
+        gaps = [abs(x - y) for x, y in zip(plain[len(begin) - 1 :], part.logprobs, strict=True)]
+        if sum(gaps) < PROBE_DIFFERENCE * len(gaps):
+            raise ConfigError(
+                f"{self.where} reports log-probabilities at temperature 1, and not at that of the request: start "
+                "vLLM's with --logprobs-mode processed_logprobs, and SGLang's without SGLANG_RETURN_ORIGINAL_LOGPROB."
+            )
+
+
+def find_free_port() -> int:
+    """Returns the number of a TCP port on loopback that nobody uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port

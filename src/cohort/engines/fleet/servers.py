@@ -1,0 +1,129 @@
+"""Makes a fleet of vLLM's or SGLang's servers, which Cohort starts or the user names."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.config.engines import ServedEngine
+from cohort.engines.base import Abilities
+from cohort.engines.fleet.base import NewsQueue
+from cohort.engines.fleet.calls import Address, read_address
+from cohort.engines.fleet.dialect import Dialect, ServerSettings, warn_hardware
+from cohort.engines.fleet.engine import Fleet, FleetLimits
+from cohort.engines.fleet.folder import WeightFolder
+from cohort.engines.fleet.native import count_threads, divide_devices, show_devices
+from cohort.engines.fleet.server import ServerReplica, SessionSettings, Starter
+from cohort.engines.fleet.sglang_server import SglangDialect
+from cohort.engines.fleet.vllm_server import VllmDialect
+from cohort.engines.site import read_api_key
+from cohort.errors import ConfigError
+from cohort.ranks.environment import is_rank, read_place
+
+log = logging.getLogger(__name__)
+
+ABILITIES = Abilities(truncation=False, streams=False)
+# Beside the weights, because some versions read them again: what a model is made of.
+SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The model that servers load, and how."""
+
+    folder: Path
+    dtype: str
+    device: str  # "cpu" or "cuda": where the run is
+    context: int
+    vocab_size: int
+    threads: int  # of each server on a CPU; 0 = the cores of this machine divided among all servers
+    decode: Callable[[list[int]], str]
+
+
+def make_server_fleet(name: str, variant: ServedEngine, model: ServedModel) -> Fleet:
+    """Returns a fleet of servers of the kind `name` ("vllm" or "sglang"), which have loaded the model.
+
+    Raises ConfigError for impossible settings and for servers that cannot be trained with, EngineError for one that
+    does not start.
+    """
+    addresses = divide_addresses(variant.urls)
+    devices = [] if addresses else divide_devices(variant.devices, variant.replicas * variant.tensor, model.device)
+    dialect: Dialect = VllmDialect(has_extension="cpu" in devices) if name == "vllm" else SglangDialect()
+    settings = SessionSettings(
+        context=model.context,
+        slots=variant.slots,
+        patience=variant.patience,
+        decode=model.decode,
+        key=read_api_key("http://localhost", "") if addresses else "",
+    )
+    sources: Sequence[Starter | Address] = addresses or make_starters(dialect, variant, model, devices)
+    news = NewsQueue()
+    replicas = [ServerReplica(n, dialect, source, settings, news) for n, source in enumerate(sources)]
+    side_files = {file: model.folder / file for file in SIDE_FILES}
+    folder = WeightFolder(side_files=side_files, parent=find_parent(variant.folder))
+    limits = FleetLimits(context=model.context, vocab_size=model.vocab_size, restarts=variant.restarts)
+    return Fleet(name, replicas, news, folder, limits, ABILITIES)
+
+
+def find_parent(folder: str) -> Path | None:
+    """Returns the folder that the user has named for new weights; None = none. Raises ConfigError if there is none."""
+    if not folder:
+        return None
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(f"engine.folder is {folder}, which is no folder: make it, where the servers see it too.")
+    return path
+
+
+def make_starters(dialect: Dialect, variant: ServedEngine, model: ServedModel, devices: list[str]) -> list[Starter]:
+    """Returns what starts the servers of this rank, on `devices`. Raises ConfigError for impossible ones."""
+    num = variant.replicas
+    on_cpu = devices[0] == "cpu"
+    if on_cpu and variant.tensor > 1:
+        raise ConfigError(f"engine.tensor is {variant.tensor}, which needs GPUs, and the servers are on the CPU.")
+    if not on_cpu:
+        warn_hardware(dialect.title)
+    settings = ServerSettings(
+        # Not the whole path behind links: an environment's python is a link, by which it knows its packages.
+        python=variant.python or sys.executable,
+        folder=model.folder,
+        dtype=model.dtype,
+        context=model.context,
+        slots=variant.slots,
+        memory=variant.memory,
+        tensor=variant.tensor,
+        on_cpu=on_cpu,
+        threads=count_threads(model.threads, num),
+    )
+    parts = [devices[n * variant.tensor : (n + 1) * variant.tensor] for n in range(num)]
+    return [Starter(dialect=dialect, settings=settings, environment=show_devices(part)) for part in parts]
+
+
+def divide_addresses(urls: tuple[str, ...]) -> list[Address]:
+    """Returns the addresses of this rank's servers among those that the user has named for all ranks.
+
+    Raises ConfigError for a text that is no address, one that comes twice, and a number that ranks cannot divide. Warns
+    of addresses that other machines can reach.
+    """
+    addresses = [read_address(url) for url in urls]
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError("engine.urls names a server twice: each has weights of its own, so name each once.")
+    rank, num_ranks, _ = read_place() if is_rank() else (0, 1, 0)
+    if len(addresses) % num_ranks:
+        raise ConfigError(
+            f"engine.urls names {len(addresses)} servers, which {num_ranks} ranks cannot divide among them: name a "
+            f"multiple of {num_ranks}."
+        )
+    num = len(addresses) // num_ranks
+    own = addresses[rank * num : (rank + 1) * num]
+    for address in own:
+        if not address.is_local:
+            log.warning(
+                "the server %s is beyond this machine: whoever can reach it can change its weights and run code in it, "
+                "and an API key does not guard that. Keep it on a private network (docs/engines.md)",
+                address,
+            )
+    return own
