@@ -74,7 +74,7 @@ class ServedEngine(Section):
     """The GPUs of the servers that Cohort starts, of all ranks in turn, such as cuda:1 cuda:2; none = the CPU, if the
     run is on it."""
     python: str = ""
-    """Python of the environment that has the server's package, such as /opt/vllm/bin/python; none = this one."""
+    """Python of the environment that has the server's package, such as ~/vllm/bin/python; none = this one."""
     folder: str = ""
     """Folder in which new weights are put for the servers; other machines must see it under the same name. None = one
     in shared memory."""

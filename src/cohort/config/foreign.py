@@ -232,12 +232,14 @@ SETTINGS: tuple[ForeignEntry, ...] = (
     ForeignEntry(
         "use_vllm vllm_mode vllm_gpu_memory_utilization gpu_memory_utilization vllm_num_engines",
         "",
-        _NO_SUCH + "--engine vllm samples with vLLM in this process; --engine.memory is its share of the GPU's memory.",
+        _NO_SUCH + "--engine vllm samples with vLLM, and --engine.memory is its share of the GPU's memory. "
+        "Remove this flag; docs/engines.md has more.",
     ),
     ForeignEntry(
         "num_processes nnodes n_gpus_per_node num_gpus tensor_parallel_size fsdp deepspeed zero_stage tp dp",
         "",
-        _NO_SUCH + "a run uses one process and one GPU. Remove it.",
+        "Use {ranks}: the processes that train together, one per GPU. {learner.shard} and {learner.tensor} divide the "
+        "model among them.",
     ),
     ForeignEntry(
         "attn_implementation flash_attn use_liger_kernel torch_compile use_remove_padding packing",

@@ -397,7 +397,10 @@ def import_vllm() -> Any:
         import vllm.sampling_params  # type: ignore[import-not-found,unused-ignore]
     except ImportError as e:
         if isinstance(e, ModuleNotFoundError) and e.name == "vllm":
-            raise ConfigError("the vllm engine needs vLLM. Install it: pip install 'cohort[vllm]'") from e
+            raise ConfigError(
+                "the vllm engine needs vLLM. Install it: pip install 'cohort[vllm]'. To train, you can also name the "
+                "Python of another environment that has it: --engine.place server --engine.python PATH."
+            ) from e
         raise ConfigError(
             f"vLLM is installed but does not load: {describe(e)}. Install it again (pip install --force-reinstall "
             "vllm), or use --engine native."

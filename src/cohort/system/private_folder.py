@@ -40,7 +40,7 @@ class PrivateFolder:
     lock: int  # file descriptor
 
     @classmethod
-    def make(cls, purpose: str, num_bytes: int, parent: Path | None = None) -> Self:
+    def create(cls, purpose: str, num_bytes: int, parent: Path | None = None) -> Self:
         """Makes a folder for `num_bytes` of files. `purpose` is a word for its name.
 
         It is made in `parent`; None = in shared memory if that has room, else among temporary files. Raises OSError.

@@ -52,7 +52,10 @@ WALLS = {
     "tokenizers": ("text",),
     "sqlite3": ("run.store", "tasks.search.index"),
     "transformers": ("models.auto",),
-    "urllib": ("models", "engines.site", "system.http_connection", "system.http_text", "system.secrets"),
+    "urllib": (
+        *("models", "engines.site", "engines.fleet.calls"),
+        *("system.http_connection", "system.http_text", "system.secrets"),
+    ),
     "vllm": ("engines.vllm",),
     "multiprocessing": ("scoring",),
     "torch": (
@@ -164,16 +167,18 @@ MANY_PARAMETERS = {"learner.local:__init__": 9, "tasks.stream:__init__": 9}
 # own, and engines kept the keys and values of conversations between turns. It was 21,000 before rewards asked outside
 # services, with many answers at once, a journal and keys, groups were scored together, rewards were any number, and
 # tables of run.db had turns. It was 22,300 before several ranks trained together, with the optimizer, the whole model
-# or every matrix divided among them.
-MAX_PACKAGE = 25_000
+# or every matrix divided among them. It was 25,000 before engines sampled in processes of their own, which may die and
+# get their weights by files, before every load of weights was proved, and before sums of gradients overlapped the
+# backward.
+MAX_PACKAGE = 26_300
 AREAS = {  # leaves that nothing of it imports, or doors to other people's programs
     # The traces that SFT imitates among them, and the notations of mathematical answers. It was 4,600 before questions
     # that are answered by a search, and recipes for SFT and DPO on tasks and public data. It was 5,700 before programs
     # were judged by tests, functions of other tools scored answers, tasks could be mixed, games were played, and the
     # data sets of reasoning-gym, whose settings become those of the task and whose graders need screens.
     ("tasks", "recipes"): 7_800,
-    # A language model behind a server as a reward: an HTTP client for an event loop, its prompt, parsing and cache.
-    ("judge",): 850,
+    # A language model behind a server as a reward: its prompt, parsing and cache.
+    ("judge",): 720,
     # A door to programs that models write, and what keeps them behind it.
     ("sandbox",): 1_050,
     # It was 1,200 before vLLM trained: it loads weights, is compared, sleeps, and leaves the process as it was.
@@ -181,6 +186,12 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
         *("models.auto", "engines.auto", "engines.vllm", "engines.pending", "engines.sums"),
         *("engines.server", "engines.site"),
     ): 1_310,
+    # Servers of vLLM and SGLang that sample for training: how each is started and asked, and the requests under way.
+    (
+        *("engines.fleet.calls", "engines.fleet.dialect", "engines.fleet.in_vllm", "engines.fleet.program"),
+        *("engines.fleet.server", "engines.fleet.servers", "engines.fleet.session"),
+        *("engines.fleet.sglang_server", "engines.fleet.vllm_server"),
+    ): 1_080,
     (*("models.catalog", "models.download", "models.hub", "models.shards", "models.gguf", "cli.pull"),): 1_350,
     # A terminal, conversations of several models, a task's problems, and files. It was 1,100 before a file had the
     # whole chat, and problems of the validation split were offered, 1,200 before episodes with tools were played, and

@@ -71,6 +71,7 @@ class Dialect(Protocol):
     """A kind of server. All calls have a limit of `seconds` and raise what `ServerCalls` raises."""
 
     name: str  # of the engine: "vllm" or "sglang"
+    package: str  # that its environment needs
     title: str  # as its makers write it
     tried_versions: tuple[str, ...]
     has_sockets: bool  # whether it can listen on a Unix socket
@@ -85,7 +86,7 @@ class Dialect(Protocol):
         """Returns whether the server has loaded its model. Raises ReplicaLost while it cannot be reached."""
 
     async def inspect(self, calls: ServerCalls, seconds: float) -> ServerFacts:
-        """Returns what the server is, and lets it go on if somebody has paused it.
+        """Returns what the server is, and lets it go on if it is paused.
 
         Raises ConfigError, with what to change, for a server that cannot be trained with.
         """

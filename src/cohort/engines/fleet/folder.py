@@ -97,7 +97,7 @@ class WeightFolder:
 
     def _make_folder(self) -> None:
         """Makes the private folder, and copies the side files into it."""
-        self._folder = PrivateFolder.make("weights", self.num_bytes, self.parent)
+        self._folder = PrivateFolder.create("weights", self.num_bytes, self.parent)
         for name, source in self.side_files.items():
             if source.is_file():
                 shutil.copyfile(source, self.path / name)

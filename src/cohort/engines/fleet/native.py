@@ -100,7 +100,7 @@ def choose_devices(given: tuple[str, ...], num: int, device: str, rank: int, num
     if len(given) != num * num_ranks:
         raise ConfigError(
             f"engine.devices names {len(given)} devices, but engines need {num * num_ranks} on this machine: {num} "
-            f"(engine.replicas, times engine.tensor if there is one) for each of its ranks, {num_ranks}."
+            f"(engine.replicas, times engine.tensor if there is one) for each of its ranks, {num_ranks}. Name as many."
         )
     return list(given[rank * num : (rank + 1) * num])
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cohort.errors import ConfigError
 from cohort.system.guard import END_SECONDS, start_guard
 from cohort.system.process import describe_exit
 
@@ -38,12 +37,10 @@ class ServerProgram:
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> ServerProgram:
-        """Starts a command, with variables besides those of this process. Raises ConfigError if there is no such file.
+        """Starts a command, whose program is a whole path, with variables besides those of this process.
 
         What it prints goes to a file, which is removed at the end unless the program fails.
         """
-        if not Path(command[0]).is_file():
-            raise ConfigError(f"engine.python is {command[0]}, which is no file: name the python of an environment.")
         lifeline, own_lifeline = os.pipe()
         printed = tempfile.NamedTemporaryFile(prefix="cohort-server-", suffix=".log", delete=False)  # noqa: SIM115
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}

@@ -46,7 +46,7 @@ class Starter:
     def start(self) -> Address:
         """Starts the program and returns where it will listen: on a socket that only this user has, or on loopback."""
         if self.dialect.has_sockets:
-            self.folder = PrivateFolder.make("server", 0, Path(tempfile.gettempdir()))
+            self.folder = PrivateFolder.create("server", 0, Path(tempfile.gettempdir()))
             path = self.folder.path / "socket"
             if len(str(path)) > MAX_SOCKET_PATH:
                 raise ConfigError(
@@ -224,7 +224,7 @@ class ServerReplica:
 
 
 def find_free_port() -> int:
-    """Returns the number of a TCP port on loopback that nobody uses now."""
+    """Returns the number of a TCP port on loopback that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from cohort.ranks.environment import is_rank, read_place
 log = logging.getLogger(__name__)
 
 ABILITIES = Abilities(truncation=False, streams=False)
+FIND_SECONDS = 60.0  # for a look whether an environment has a package
 # Beside the weights, because some versions read them again: what a model is made of.
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -83,12 +86,14 @@ def make_starters(dialect: Dialect, variant: ServedEngine, model: ServedModel, d
     num = variant.replicas
     on_cpu = devices[0] == "cpu"
     if on_cpu and variant.tensor > 1:
-        raise ConfigError(f"engine.tensor is {variant.tensor}, which needs GPUs, and the servers are on the CPU.")
+        raise ConfigError(
+            f"engine.tensor is {variant.tensor}, which needs GPUs, and the servers are on the CPU: remove it, or "
+            "name GPUs (--engine.devices)."
+        )
     if not on_cpu:
         warn_hardware(dialect.title)
     settings = ServerSettings(
-        # Not the whole path behind links: an environment's python is a link, by which it knows its packages.
-        python=variant.python or sys.executable,
+        python=find_python(variant.python, dialect.package),
         folder=model.folder,
         dtype=model.dtype,
         context=model.context,
@@ -100,6 +105,30 @@ def make_starters(dialect: Dialect, variant: ServedEngine, model: ServedModel, d
     )
     parts = [devices[n * variant.tensor : (n + 1) * variant.tensor] for n in range(num)]
     return [Starter(dialect=dialect, settings=settings, environment=show_devices(part)) for part in parts]
+
+
+def find_python(given: str, package: str) -> str:
+    """Returns the path of the Python that has a package: the given one, or that of this process if none is given.
+
+    Raises ConfigError if there is no such program, or it lacks the package.
+    """
+    # Links are not followed: an environment's python is one, and knows its packages by where it lies.
+    path = shutil.which(Path(given).expanduser()) if given else sys.executable
+    if path is None:
+        raise ConfigError(
+            f"engine.python is {given}, which is no program. Name the python of an environment, such as "
+            "~/vllm/bin/python."
+        )
+    script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    # Its folder has no files that could be imported by mistake.
+    done = subprocess.run([path, "-c", script], cwd="/", capture_output=True, timeout=FIND_SECONDS, check=False)
+    if done.returncode:
+        which = f"the Python {given}" if given else "the Python of this environment"
+        raise ConfigError(
+            f"{which} has no {package}, which a server needs. Install it there, or name the Python of an environment "
+            "that has it: --engine.python PATH."
+        )
+    return str(Path(path).absolute())
 
 
 def divide_addresses(urls: tuple[str, ...]) -> list[Address]:
@@ -122,8 +151,8 @@ def divide_addresses(urls: tuple[str, ...]) -> list[Address]:
     for address in own:
         if not address.is_local:
             log.warning(
-                "the server %s is beyond this machine: whoever can reach it can change its weights and run code in it, "
-                "and an API key does not guard that. Keep it on a private network (docs/engines.md)",
+                "the server %s is beyond this machine: every program that can reach it can change its weights and run "
+                "code in it, and an API key does not guard that. Keep it on a private network (docs/engines.md)",
                 address,
             )
     return own

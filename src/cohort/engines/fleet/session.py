@@ -76,7 +76,7 @@ class Session:
         self.last_heard = time.monotonic()
         self.num_drawn = 0
         self._version = 0
-        # Unlike any other run's: a server that somebody else gives weights to is noticed.
+        # Unlike any other run's: weights that another program has loaded are noticed.
         self._label_prefix = f"cohort-{secrets.token_hex(4)}-"
         self._own_labels = {"default": 0}  # versions by label; servers call the weights of their start "default"
         self._works: dict[str, Work] = {}
@@ -99,7 +99,7 @@ class Session:
         except RefusedCall as refused:
             raise EngineError(f"the server {self.calls.address} refuses a call: {refused}") from refused
         except BaseException:
-            # Ctrl-C, for example: nobody waits for the result any more.
+            # Ctrl-C, for example: the result is of no use any more.
             future.cancel()
             raise
 
@@ -289,7 +289,7 @@ class Session:
         elif isinstance(error, CohortError):
             self.report(id, error)
         else:
-            # A bug: whoever waits for the request must not wait for ever.
+            # A bug: the request must not be waited for without end.
             self.report(id, EngineError(f"a request failed: {type(error).__name__}: {error}. This is a bug in Cohort."))
 
     async def abort(self, id: str) -> Sample | None:

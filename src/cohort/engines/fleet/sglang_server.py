@@ -34,6 +34,7 @@ class SglangDialect:
     """SGLang's server."""
 
     name = "sglang"
+    package = "sglang"
     title = "SGLang"
     tried_versions: tuple[str, ...] = ()
     has_sockets = False
@@ -63,7 +64,7 @@ class SglangDialect:
         return True
 
     async def inspect(self, calls: ServerCalls, seconds: float) -> ServerFacts:
-        """Returns what the server is, and lets it continue if somebody has paused it.
+        """Returns what the server is, and lets it continue if it is paused.
 
         Raises ConfigError for a server that refuses the key, or is not SGLang's.
         """

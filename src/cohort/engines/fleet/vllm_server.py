@@ -44,6 +44,7 @@ class VllmDialect:
     """
 
     name = "vllm"
+    package = "vllm"
     title = "vLLM"
     tried_versions: tuple[str, ...] = ("0.32",)
     has_sockets = True
@@ -72,7 +73,10 @@ class VllmDialect:
         return [settings.python, "-m", "vllm.entrypoints.openai.api_server", *flags, *listen]
 
     def make_environment(self, settings: ServerSettings) -> dict[str, str]:
-        """Returns the environment variables that a server needs: it contacts nobody and has the calls for weights."""
+        """Returns the environment variables that a server needs.
+
+        It contacts no other machine then, and has the calls that load weights.
+        """
         found = {DEVELOPMENT: "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         if settings.on_cpu:
             threads = str(settings.threads)
@@ -89,7 +93,7 @@ class VllmDialect:
         return True
 
     async def inspect(self, calls: ServerCalls, seconds: float) -> ServerFacts:
-        """Returns what the server is, and resumes it if somebody has paused it.
+        """Returns what the server is, and resumes it if it is paused.
 
         Raises ConfigError for a server without the calls that training needs, or that refuses the key.
         """

@@ -97,7 +97,7 @@ def test_shared_memory_is_used_only_where_it_has_room(tmp_path: Path, monkeypatc
         return None
 
     monkeypatch.setattr(private_folder, "find_shared_memory", find)
-    folder = PrivateFolder.make("test", 9_000)
+    folder = PrivateFolder.create("test", 9_000)
     assert folder.path.parent == tmp_path and rooms == [10_000]
     folder.close()
 
@@ -106,7 +106,7 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 from cohort.system.private_folder import PrivateFolder
-folder = PrivateFolder.make("test", 10, Path(sys.argv[1]))
+folder = PrivateFolder.create("test", 10, Path(sys.argv[1]))
 (folder.path / "file").write_text("x")
 if "fork" in sys.argv and os.fork() == 0:
     time.sleep(60)
@@ -133,13 +133,13 @@ def test_what_a_killed_janitor_left_is_removed_by_the_next_program(tmp_path: Pat
     path = Path(program.stdout.readline().strip())
     [janitor] = list(private_folder_janitors(path))
     # A program that lives keeps its folder.
-    PrivateFolder.make("test", 10, tmp_path).close()
+    PrivateFolder.create("test", 10, tmp_path).close()
     assert path.exists()
     os.kill(janitor, signal.SIGKILL)
     program.kill()
     program.wait()
     assert path.exists()
-    PrivateFolder.make("test", 10, tmp_path).close()
+    PrivateFolder.create("test", 10, tmp_path).close()
     assert not path.exists()
 
 
