@@ -164,7 +164,7 @@ class Sampler:
         self.pause = ""  # "" = none, "new" = nothing new begins to run, "all" = nothing runs
         self.broken = False  # a load has left the model without usable weights
         self.dead = False  # and a token was to be computed with them
-        self.changed = threading.Condition()  # guards everything, and says when drafts come or end
+        self.changed = threading.Condition()  # guards everything, and is notified of every change
         self._cached: deque[Draft] = deque(maxlen=NUM_CACHED if caches else 0)
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -221,7 +221,7 @@ class Sampler:
             self.changed.notify_all()
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits until a condition holds that drafts which come or end may change."""
+        """Waits until a condition on the requests holds, or until the sampler is dead."""
         with self.changed:
             self.changed.wait_for(lambda: self.dead or is_so())
 
@@ -269,6 +269,8 @@ class Sampler:
             if turn and is_square and name.endswith(turn.tensor):
                 tensor, turn = tensor.T.contiguous(), None
             yield name, tensor.bfloat16().to(tensor.dtype) if rounds else tensor
+        if skip or turn:
+            raise LoadError("the fault found no tensor to act on", begun=True)
 
     # ---- the thread
 
@@ -282,6 +284,7 @@ class Sampler:
                     self._die()
                     return
                 self._run_step()
+                self.changed.notify_all()
             slow = self.faults.get("slow")
             # Without any sleep the other threads would hardly ever get the lock.
             time.sleep(slow.seconds if slow else 0.0001)
@@ -363,9 +366,12 @@ class Sampler:
         scaled = raw if draft.temperature == 0 else (logits / draft.temperature).log_softmax(-1)
         kept = scaled
         if draft.temperature > 0 and (draft.top_p < 1 or draft.top_k > 0 or draft.min_p > 0):
-            values = (draft.temperature, draft.top_p, draft.top_k, draft.min_p)
-            names = ("temperature", "top_p", "top_k", "min_p")
-            settings = SamplingSettings(**{n: torch.tensor([v]) for n, v in zip(names, values, strict=True)})
+            settings = SamplingSettings(
+                temperature=torch.tensor([draft.temperature]),
+                top_p=torch.tensor([draft.top_p]),
+                top_k=torch.tensor([draft.top_k]),
+                min_p=torch.tensor([draft.min_p]),
+            )
             probs = truncate(scaled.exp()[None], settings)[0][0]
             kept = (probs / probs.sum()).log()
         num = len(draft.tokens) - draft.num_prompt

@@ -38,7 +38,7 @@ VERSION = "0.5.18"
 TOP_K_OFF = 1 << 30
 REPORT_INTERVAL = 50  # tokens between two reports of a request that does not stream
 HEALTH_TIMEOUT = 20.0
-SAMPLING = {  # with their defaults
+SAMPLING: dict[str, Any] = {  # with their defaults
     "max_new_tokens": 128,
     "stop_token_ids": None,
     "temperature": 1.0,
@@ -250,7 +250,9 @@ class SglangServer(StandIn):
         for name, default in ABSENT_PARAMETERS.items():
             if given.get(name) not in (None, default):
                 raise Refusal(501, {"error": {"message": f"the stand-in has no {name}"}})
-        values = {name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()}
+        values: dict[str, Any] = {
+            name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()
+        }
         self.check_lengths(tokens, given)
         self.check_sampling(values)
         start = body.get("logprob_start_len")
