@@ -14,6 +14,8 @@ WEIGHT_KINDS = {
     "stale_weights": "keeps the old weights and reports success",
     "transpose": "transposes a square matrix",
     "round_to_bf16": "rounds all numbers to bf16",
+    # What vLLM does on a CPU, with no fault: its head is a packed copy, which is made at the start only.
+    "stale_head": "keeps the head where that is the embedding",
 }
 # Of sampling, until `clear`.
 SAMPLING_KINDS = {

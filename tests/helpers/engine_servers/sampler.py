@@ -23,6 +23,7 @@ from cohort.engines.native.sampler import SamplingSettings, truncate
 from cohort.models.config import ModelConfig
 from cohort.models.decoder import Attend, Decoder, hf_views, to_hf_shape
 from cohort.models.files import load_folder
+from cohort.models.functions import linear
 from tests.helpers.engine_servers.faults import Faults
 
 NUM_CACHED = 32  # ended requests whose KV later ones may use
@@ -165,6 +166,7 @@ class Sampler:
         self.broken = False  # a load has left the model without usable weights
         self.dead = False  # and a token was to be computed with them
         self.changed = threading.Condition()  # guards everything, and is notified of every change
+        self._old_head: Tensor | None = None  # what the head is instead of the embedding; None = that
         self._cached: deque[Draft] = deque(maxlen=NUM_CACHED if caches else 0)
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -233,6 +235,8 @@ class Sampler:
         with self.changed:
             if self.faults.get("stale_weights"):
                 return
+            if self.faults.get("stale_head") and self.decoder.head is None and self._old_head is None:
+                self._old_head = self.decoder.embed.detach().clone()
             views = dict(hf_views(self.decoder))
             names: set[str] = set()
             try:
@@ -312,7 +316,8 @@ class Sampler:
         hidden = self.decoder(tokens, torch.tensor(positions), self._make_attend([len(part) for part in parts]))
         # A copy, because requests that end leave the list.
         for draft, part in zip([*self.running], hidden.split([len(part) for part in parts]), strict=True):
-            logits = self.decoder.logits(part).float()
+            head = self.decoder.head_weight if self._old_head is None else self._old_head
+            logits = linear(part, head).float()
             if draft.prompt_start >= 0 and not draft.prompt_scores:
                 rows = logits[draft.prompt_start - draft.num_cached :].log_softmax(-1)
                 ids = draft.tokens[draft.prompt_start + 1 : draft.num_prompt]

@@ -139,7 +139,8 @@ def check_sampling(values: dict[str, Any], max_logprobs: int, vocab_size: int) -
     }
     for name, (low, high) in bounds.items():
         if name in values and not low <= values[name] <= high:
-            raise refuse_value(f"{name} = {values[name]} is not between {low} and {high}", name)
+            param = None if name in ("min_p", "top_k") else name  # these two it does not name
+            raise refuse_value(f"{name} = {values[name]} is not between {low} and {high}", param)
     for name in ("logprobs", "prompt_logprobs"):
         num = values.get(name, 0)
         if (vocab_size if num == -1 else num) > max_logprobs:

@@ -477,7 +477,7 @@ def test_sglang_keys():
 # ---- faults
 
 
-@pytest.mark.parametrize("kind", ["skip_tensor", "transpose", "round_to_bf16", "stale_weights"])
+@pytest.mark.parametrize("kind", ["skip_tensor", "transpose", "round_to_bf16", "stale_weights", "stale_head"])
 def test_faults_of_weights(vllm: Asked, kind: str):
     vllm.address.add_fault(kind)
     assert load_vllm(vllm, other_folder()) == 200
@@ -485,6 +485,8 @@ def test_faults_of_weights(vllm: Asked, kind: str):
     expected = compute(other_folder(), PROMPT, tokens)
     assert logprobs != pytest.approx(expected, abs=1e-6)
     vllm.ask("DELETE", "/stand_in/fault")
+    if kind == "stale_head":
+        return  # as in the real server, no later load repairs it
     vllm.post("/pause?mode=keep")
     vllm.post("/resume")
     assert load_vllm(vllm, other_folder()) == 200
