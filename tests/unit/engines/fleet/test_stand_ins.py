@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -80,12 +81,19 @@ class Asked:
         return self.post("/generate", {**body, **(fields or {})})
 
     def begin(self, num: int = 20, **values: Any) -> Future[Any]:
-        """Begins a long answer, and returns when it has some tokens."""
-        self.address.add_fault("slow", seconds=0.002)
-        future = self.pool.submit(self.generate, **values)
+        """Begins a long and slow answer, and returns when it has some tokens."""
+        self.address.add_fault("slow", seconds=0.005)
         sampler = self.stand_in.sampler
-        sampler.wait_until(lambda: any(len(draft.drawn) >= num for draft in sampler.running))
+        before = {draft.id for draft in sampler.running}
+        future = self.pool.submit(self.generate, **values)
+        while not any(draft.id not in before and len(draft.drawn) >= num for draft in list(sampler.running)):
+            assert not future.done(), future.result()
+            time.sleep(0.001)
         return future
+
+    def hurry(self) -> None:
+        """Lets what is under way be quick again."""
+        self.ask("DELETE", "/stand_in/fault")
 
 
 @pytest.fixture
@@ -212,6 +220,7 @@ def test_vllm_pause_modes(vllm: Asked):
     vllm.post("/resume")
     assert queued.result()["choices"][0]["finish_reason"] == "length"
     future = vllm.begin(max_tokens=60)
+    vllm.hurry()
     vllm.post("/pause?mode=wait")
     assert future.result()["usage"]["completion_tokens"] == 60
 
@@ -222,6 +231,7 @@ def test_vllm_load_amid_an_answer(vllm: Asked):
     load = {"method": "reload_weights", "kwargs": {"weights_path": str(other_folder())}}
     assert vllm.post("/collective_rpc", load) == {"results": [None]}
     vllm.post("/update_weight_version", {"new_version": "7"})
+    vllm.hurry()
     vllm.post("/resume")
     answer = future.result()
     tokens, logprobs = read_choice(answer)
@@ -337,12 +347,14 @@ def test_sglang_reports_one_label_for_an_answer_of_two_weights(sglang: Asked):
     sglang.post("/pause_generation", {"mode": "retract"})
     load = {"model_path": str(other_folder()), "weight_version": "7", "flush_cache": False}
     sglang.post("/update_weights_from_disk", load)
+    sglang.hurry()
     sglang.post("/continue_generation")
     assert future.result()["meta_info"]["weight_version"] == "7"
 
 
 def test_sglang_load_waits_for_answers_if_nothing_is_paused(sglang: Asked):
     future = sglang.begin(max_new_tokens=60)
+    sglang.hurry()
     sglang.post("/update_weights_from_disk", {"model_path": str(other_folder())})
     assert future.done() or future.result(1)["meta_info"]["completion_tokens"] == 60
 
