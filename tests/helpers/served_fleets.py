@@ -24,7 +24,7 @@ VARIANTS: dict[str, type[ServedEngine]] = {"vllm": VllmEngine, "sglang": SglangE
 # What a server for training is started with. SGLang keeps some tokens of its context for itself.
 FLAGS = {
     "vllm": ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", str(CONTEXT)),
-    "sglang": ("--context-length", str(CONTEXT + 8)),
+    "sglang": ("--context-length", str(CONTEXT + 8), "--enable-deterministic-inference"),
 }
 
 

@@ -24,6 +24,7 @@ from cohort.models.config import ModelConfig
 from cohort.models.decoder import Attend, Decoder, hf_views, to_hf_shape
 from cohort.models.files import load_folder
 from cohort.models.functions import linear
+from cohort.text import Tokenizer
 from tests.helpers.engine_servers.faults import Faults
 
 NUM_CACHED = 32  # ended requests whose KV later ones may use
@@ -52,6 +53,7 @@ class Draft:
     min_p: float = 0.0
     stop_ids: frozenset[int] = frozenset()
     end_ids: frozenset[int] = frozenset()  # of the model
+    stop_texts: tuple[str, ...] = ()  # in the text of what was drawn
     num_best: int = 0  # most probable tokens reported beside each drawn one
     prompt_start: int = -1  # first prompt token whose log-probability is asked for; -1 = none
     num_prompt_best: int = 0
@@ -155,6 +157,7 @@ class Sampler:
         decoder = load_folder(folder, dtype).decoder
         assert isinstance(decoder, Decoder)
         self.decoder = decoder.requires_grad_(False)
+        self.decode = Tokenizer.load(folder).decode
         self.slots = slots
         self.faults = faults
         self.raw_logprobs, self.renormalise = raw_logprobs, renormalise
@@ -259,6 +262,11 @@ class Sampler:
                     # The real vLLM has garbage there: it takes a fused matrix for loaded with any of its parts.
                     views[name].zero_()
             self.broken = False
+
+    def pack_head(self) -> None:
+        """Makes the head what the embedding is now."""
+        with self.changed:
+            self._old_head = None
 
     def _spoil(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors as the faults change them."""
@@ -394,6 +402,8 @@ class Sampler:
             self._end(draft, "abort")
         elif token in draft.stop_ids | draft.end_ids:
             draft.matched = token
+            self._end(draft, "stop")
+        elif draft.stop_texts and any(text in self.decode(draft.drawn) for text in draft.stop_texts):
             self._end(draft, "stop")
         elif num + 1 == draft.limit:
             self._end(draft, "length")

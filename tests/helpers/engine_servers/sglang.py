@@ -47,12 +47,13 @@ SAMPLING: dict[str, Any] = {  # with their defaults
     "min_p": 0.0,
     "ignore_eos": False,
     "sampling_seed": None,
+    "stop": None,
     **{"skip_special_tokens": True, "spaces_between_special_tokens": True, "no_stop_trim": False},
 }
 # Sampling parameters of the real server that this one has not, with the value that changes nothing.
 ABSENT_PARAMETERS = {
     **{"n": 1, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0},
-    **dict.fromkeys(("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")),
+    **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")),
     **dict.fromkeys(("stream_interval", "custom_params")),
 }
 ABSENT_FIELDS = ("text", "input_embeds", "image_data", "stream", "top_logprobs_num", "token_ids_logprob", "lora_path")
@@ -277,6 +278,7 @@ class SglangServer(StandIn):
             top_k=values["top_k"] if 0 < values["top_k"] < TOP_K_OFF else 0,
             min_p=values["min_p"],
             stop_ids=frozenset(stops),
+            stop_texts=(texts,) if isinstance(texts := values["stop"] or (), str) else tuple(texts),
             prompt_start=start if start < len(tokens) else -1,
             salt=f"{body.get('cache_salt') or ''} {body.get('extra_key') or ''}",
         )

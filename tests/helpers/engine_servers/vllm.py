@@ -37,7 +37,7 @@ DEAD = "the engine has met an error"
 # Sampling parameters of the real server that this one has not, with the value that changes nothing.
 ABSENT_PARAMETERS = {
     **{"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0},
-    **dict.fromkeys(("stop", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "extra_args")),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "extra_args")),
     **dict.fromkeys(("prompt_logprob_token_ids", "logprob_token_ids", "trace_decode_token_ids", "stream_interval")),
     **dict.fromkeys(("thinking_token_budget", "repetition_detection", "skip_reading_prefix_cache", "watermarking")),
 }
@@ -95,6 +95,11 @@ def read_ints(value: Any, param: str) -> list[int]:
     return [read_int(item, f"{param}.{n}") for n, item in enumerate(value)]
 
 
+def read_texts(value: Any, param: str) -> list[str]:
+    """Returns a text or a list of texts as a list."""
+    return [read_text(item, param) for item in (value if isinstance(value, list) else [value])]
+
+
 def read_text(value: Any, param: str) -> str:
     """Returns a text. Numbers are none."""
     if not isinstance(value, str):
@@ -107,8 +112,9 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), read_float),
     **dict.fromkeys(("ignore_eos", "detokenize"), read_bool),
     "stop_token_ids": read_ints,
+    "stop": read_texts,
 }
-OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stop_token_ids")  # may be null
+OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "stop")  # may be null
 
 
 def read_sampling(given: Any) -> dict[str, Any]:
@@ -137,6 +143,8 @@ def check_sampling(values: dict[str, Any], max_logprobs: int, vocab_size: int) -
         "logprobs": (-1, math.inf),
         "prompt_logprobs": (-1, math.inf),
     }
+    if values.get("stop") and not values.get("detokenize", True):
+        raise refuse_value("stop needs detokenize", "stop")
     for name, (low, high) in bounds.items():
         if name in values and not low <= values[name] <= high:
             param = None if name in ("min_p", "top_k") else name  # these two it does not name
@@ -323,6 +331,7 @@ class VllmServer(StandIn):
             top_k=max(values.get("top_k", 0), 0),
             min_p=values.get("min_p", 0.0),
             stop_ids=frozenset([*values.get("stop_token_ids", []), *ends[1:]]),
+            stop_texts=tuple(values.get("stop", ())),
             end_ids=frozenset(ends[:1]),
             num_best=vocab_size if num == -1 else num,
             prompt_start=-1 if num_prompt is None else 0,
@@ -450,6 +459,9 @@ class VllmServer(StandIn):
             raise refuse(400, "no method", "Bad Request")
         self.check_alive()
         given = body.get("kwargs", {})
+        if body["method"] == "pack_tied_head" and self.args.worker_extension_cls == "cohort_worker.Extension":
+            self.sampler.pack_head()
+            return {"results": [None] * self.args.tensor_parallel_size}
         if body["method"] != "reload_weights" or not given.keys() <= {"weights_path", "is_checkpoint_format"}:
             raise refuse(500, f"workers have no {body['method']} with {sorted(given)}", "InternalServerError")
         self.folder = Path(given.get("weights_path") or self.folder)
@@ -549,6 +561,9 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(name)
     for name in ("--enforce-eager", "--enable-sleep-mode", "--trust-remote-code", "--disable-uvicorn-access-log"):
         parser.add_argument(name, action=BooleanOptionalAction)
+    parser.add_argument("--worker-extension-cls")
+    for name in ("--disable-log-stats",):
+        parser.add_argument(name, action="store_true")
     for name in ("--async-scheduling", "--enable-chunked-prefill", "--enable-log-requests"):
         parser.add_argument(name, action=BooleanOptionalAction)
     return parser

@@ -90,7 +90,11 @@ class ServerCalls:
         """
         return await self._send("POST", path, json.dumps(body).encode(), seconds, purpose)
 
-    async def _send(self, method: str, path: str, body: bytes, seconds: float, purpose: str) -> Any:
+    async def order(self, path: str, body: Any, seconds: float, purpose: str) -> None:
+        """Sends a POST like `post`, whose reply says nothing besides success: it may be any text."""
+        await self._send("POST", path, json.dumps(body).encode(), seconds, purpose, reads=False)
+
+    async def _send(self, method: str, path: str, body: bytes, seconds: float, purpose: str, reads: bool = True) -> Any:
         """Sends a request and returns the JSON value of the reply. See `post`."""
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "cohort"}
         if self._key:
@@ -104,13 +108,13 @@ class ServerCalls:
                 raise ReplicaLost(f"needed more than {seconds:.0f} s {purpose}") from None
             words = clean_text(f"{type(error).__name__}: {error}".removesuffix(": "), self._key)
             raise ReplicaLost(f"cannot be reached {purpose} ({words})") from error
-        return self._read(reply, purpose)
+        return self._read(reply, purpose, reads)
 
-    def _read(self, reply: HttpReply, purpose: str) -> Any:
-        """Returns the JSON value of a reply. Raises RefusedCall or ReplicaLost. See `post`."""
+    def _read(self, reply: HttpReply, purpose: str, reads: bool) -> Any:
+        """Returns the JSON value of a reply, if `reads` says so. Raises RefusedCall or FailedCall. See `post`."""
         value = parse_json(reply.data)
         if 200 <= reply.status < 300:
-            if value is None and reply.data.strip() not in (b"", b"null"):
+            if reads and value is None and reply.data.strip() not in (b"", b"null"):
                 start = clean_text(reply.data[:80].decode(errors="replace"), self._key)
                 raise FailedCall(f'sent a reply of {len(reply.data)} bytes that is no JSON: "{start}"')
             return value

@@ -327,14 +327,11 @@ class Fleet:
                 f"allows no more. {REPEAT}"
             )
         self.num_restarts += 1
-        log.warning(
-            "%s %s: it is started again (%d of %d restarts), and its %d requests begin again",
-            where,
-            reason,
-            self.num_restarts,
-            self.limits.restarts,
-            num_requests,
+        again = f"it is started again ({self.num_restarts} of {self.limits.restarts} restarts)"
+        requests = {0: "", 1: ", and its request begins again"}.get(
+            num_requests, f", and its {num_requests} requests begin again"
         )
+        log.warning("%s %s: %s%s", where, reason, again, requests)
 
     def _start_again(self, post: Post) -> None:
         """Starts a replica again, gives it the current weights, and proves them. Runs in a thread of its own."""

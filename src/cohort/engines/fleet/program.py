@@ -60,18 +60,15 @@ class ServerProgram:
         os.close(lifeline)
         return cls(guard=guard, lifeline=own_lifeline, printed=printed)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the program is gone."""
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Returns whether the program is gone, or is within `seconds`."""
+        with suppress(subprocess.TimeoutExpired):
+            self.guard.wait(seconds)
         return self.guard.poll() is not None
 
     def describe_end(self) -> str:
-        """Returns how the program ended, with the last that it printed and the file that has all of it."""
-        with suppress(subprocess.TimeoutExpired):
-            # A connection ends a moment before the program does.
-            self.guard.wait(END_SECONDS)
-        code = self.guard.poll()
-        how = "closed its connection" if code is None else describe_exit(code)
+        """Returns how a program that is gone ended, with the last that it printed and the file that has all of it."""
+        how = describe_exit(self.guard.wait())
         text = Path(self.printed.name).read_text(errors="replace")
         lines = [line.strip() for line in text.split("\n") if line.strip()][-QUOTED_LINES:]
         last = f" It had printed: {' / '.join(line[-200:] for line in lines)}." if lines else ""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cohort.engines.base import Request, WorkCounters
 from cohort.engines.fleet.base import LoadedWeights, News, NewsQueue, Order, ReplicaLost
-from cohort.engines.fleet.calls import Address, ServerCalls
+from cohort.engines.fleet.calls import Address, FailedCall, ServerCalls
 from cohort.engines.fleet.dialect import Dialect, Question, ServerSettings, warn_untried
 from cohort.engines.fleet.program import ServerProgram
 from cohort.engines.fleet.session import Session
@@ -25,6 +25,7 @@ from cohort.types import Sample, Sampling
 
 log = logging.getLogger(__name__)
 
+EXIT_SECONDS = 0.5  # a connection is lost a moment before its program has ended
 MAX_SOCKET_PATH = 100  # characters; the kernel allows a few more
 # The check that drawn tokens have log-probabilities at the request's temperature: far from 1, so that it shows.
 PROBE_TEMPERATURE = 2.0
@@ -65,14 +66,14 @@ class Starter:
         )
         return address
 
-    def describe_end(self) -> str:
-        """Returns how the program ended; "" = it runs."""
-        return self.program.describe_end() if self.program is not None and self.program.has_ended else ""
+    def describe_end(self, seconds: float = 0.0) -> str:
+        """Returns how the program ended; "" = it runs, and does not end within `seconds`."""
+        return self.program.describe_end() if self.program is not None and self.program.has_ended(seconds) else ""
 
     def end(self) -> None:
         """Ends the program, and removes its socket. What it has printed stays if it had ended by itself."""
         if self.program is not None:
-            self.program.end(keep_printed=self.program.has_ended)
+            self.program.end(keep_printed=self.program.has_ended())
             self.program = None
         if self.folder is not None:
             self.folder.close()
@@ -107,6 +108,7 @@ class ServerReplica:
         self.work = WorkCounters()
         self._news = news
         self._session: Session | None = None
+        self._end_words: str | None = None  # how the program ended, asked for when a connection is lost
 
     def start(self) -> None:
         """Starts the server, or finds it, waits until it is ready, and checks that it can be trained with.
@@ -115,6 +117,7 @@ class ServerReplica:
         needed.
         """
         self.serial += 1
+        self._end_words = None
         source, settings = self.source, self.settings
         address = source if isinstance(source, Address) else source.start()
         calls = ServerCalls(address, settings.key if isinstance(source, Address) else "")
@@ -179,9 +182,18 @@ class ServerReplica:
             raise ReplicaLost("was ended")
         return self._session
 
-    def _find_end(self) -> str:
-        """Returns how the server program ended; "" = it runs, or it is not Cohort's."""
-        return self.source.describe_end() if isinstance(self.source, Starter) else ""
+    def _find_end(self, seconds: float = 0.0) -> str:
+        """Returns how the server program ended; "" = it runs, and does not end in `seconds`, or it is not Cohort's."""
+        return self.source.describe_end(seconds) if isinstance(self.source, Starter) else ""
+
+    def _explain(self, lost: ReplicaLost) -> ReplicaLost:
+        """Returns the error for a server that is lost to one request: its program has ended, if that is why."""
+        if isinstance(lost, FailedCall):
+            return lost
+        if self._end_words is None:
+            # Asked once: all requests under way lose their connections together.
+            self._end_words = self._find_end(EXIT_SECONDS)
+        return ReplicaLost(self._end_words) if self._end_words else lost
 
     def _notify(self, words: str, seconds: float) -> None:
         """Logs that a start takes long."""
@@ -193,8 +205,9 @@ class ServerReplica:
         def report(id: str, result: Sample | CohortError) -> None:
             if isinstance(result, Sample):
                 self._news.put(News(replica=self.number, serial=serial, id=id, sample=result))
-            else:
-                self._news.put(News(replica=self.number, serial=serial, id=id, error=result))
+                return
+            error = self._explain(result) if isinstance(result, ReplicaLost) else result
+            self._news.put(News(replica=self.number, serial=serial, id=id, error=error))
 
         return report
 

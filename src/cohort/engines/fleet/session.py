@@ -22,7 +22,7 @@ from cohort.engines.base import Request
 from cohort.engines.draft import Draft
 from cohort.engines.fleet.base import ReplicaLost
 from cohort.engines.fleet.calls import RefusedCall, ServerCalls
-from cohort.engines.fleet.dialect import Dialect, Question
+from cohort.engines.fleet.dialect import Dialect, Question, explain_refusal
 from cohort.engines.native.random import derive_random_stream
 from cohort.errors import CohortError, ConfigError, EngineError
 from cohort.types import Finish, Sample
@@ -30,7 +30,7 @@ from cohort.types import Finish, Sample
 BEAT_SECONDS = 2.0  # between two signs of life that a server is asked for
 MAX_MISSED_BEATS = 3  # in a row, of a server that cannot be reached
 LOOK_SECONDS = 0.2  # between two looks whether a server is there, at its start
-READY_SECONDS = 25.0  # for one reply to that: SGLang samples a token for it
+READY_SECONDS = 5.0  # for one reply to that: vLLM accepts connections before it can answer
 NOTICE_SECONDS = 10.0  # after which a user is told what is waited for
 REPEAT_ABORT_SECONDS = 0.5  # an order to stop may reach a server before the request does
 # A request may need this many seconds per token besides the patience: fewer tokens per second count as none.
@@ -158,10 +158,7 @@ class Session:
             except ReplicaLost as lost:
                 words = str(lost)
             except RefusedCall as refused:
-                raise ConfigError(
-                    f"the server {self.calls.address} refuses to say whether it is ready ({refused}): is it "
-                    f"{self.dialect.title}'s server?"
-                ) from refused
+                raise explain_refusal(self.calls, refused, f"is it {self.dialect.title}'s server?") from refused
             waited = time.monotonic() - begin
             if waited > self.patience:
                 raise ReplicaLost(f"was not ready after {self.patience:.0f} s (--engine.patience): it {words}")

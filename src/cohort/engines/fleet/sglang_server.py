@@ -56,9 +56,10 @@ class SglangDialect:
         return {**found, "OMP_NUM_THREADS": str(settings.threads)} if settings.on_cpu else found
 
     async def is_healthy(self, calls: ServerCalls, seconds: float) -> bool:
-        """Returns whether the server has loaded its model and answered a request of its own."""
+        """Returns whether the server has loaded its model. Raises ReplicaLost while it cannot be reached."""
+        # Not `/health`, which samples a token, and so waits as long as the server is paused.
         try:
-            await calls.get("/health", seconds, "to say whether it is ready")
+            await calls.get("/model_info", seconds, "to say whether it is ready")
         except FailedCall:
             return False
         return True
@@ -72,7 +73,7 @@ class SglangDialect:
         try:
             info = await calls.get("/server_info", seconds, purpose)
             models = await calls.get("/v1/models", seconds, purpose)
-            await calls.post("/continue_generation", {}, seconds, "to go on")
+            await calls.order("/continue_generation", {}, seconds, "to go on")
         except RefusedCall as refused:
             raise explain_refusal(calls, refused, "is it SGLang's server?") from refused
         context = read_field(models, "data", 0, "max_model_len")
@@ -108,7 +109,7 @@ class SglangDialect:
 
     async def abort(self, calls: ServerCalls, id: str, seconds: float) -> None:
         """Stops a question. An unknown id is ignored."""
-        await calls.post("/abort_request", {"rid": id}, seconds, "to stop a request")
+        await calls.order("/abort_request", {"rid": id}, seconds, "to stop a request")
 
     async def compute_logprobs(self, calls: ServerCalls, tokens: list[int], label: str, seconds: float) -> list[float]:
         """Returns the log-probability of every token after the first, at temperature 1. The cache is not read."""
@@ -127,18 +128,18 @@ class SglangDialect:
 
     async def load(self, calls: ServerCalls, folder: Path, label: str, seconds: float) -> str:
         """Ends all requests with what they have, reloads, and takes new ones. Raises EngineError if it refuses."""
-        await calls.post("/pause_generation", {"mode": "abort"}, seconds, "to pause for new weights")
+        await calls.order("/pause_generation", {"mode": "abort"}, seconds, "to pause for new weights")
         try:
             # It is asserted that nothing is under way when the cache is flushed with the update.
-            await calls.post(f"/flush_cache?timeout={FLUSH_SECONDS}", {}, seconds, "to drop what it has cached")
+            await calls.order(f"/flush_cache?timeout={FLUSH_SECONDS}", {}, seconds, "to drop what it has cached")
             order = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
-            await calls.post("/update_weights_from_disk", order, seconds, "to load weights")
+            await calls.order("/update_weights_from_disk", order, seconds, "to load weights")
         except (RefusedCall, FailedCall) as refused:
             raise EngineError(
                 f"SGLang's server {calls.address} does not load weights ({refused}). It must be able to read {folder}; "
                 "for a server on another machine name a folder that both see: --engine.folder."
             ) from refused
-        await calls.post("/continue_generation", {}, seconds, "to go on with new weights")
+        await calls.order("/continue_generation", {}, seconds, "to go on with new weights")
         return str(read_field(await calls.get("/model_info", seconds, "to name its weights"), "weight_version"))
 
 

@@ -107,11 +107,11 @@ class VllmDialect:
         try:
             paused = read_field(await calls.get("/is_paused", seconds, purpose), "is_paused")
             if paused:
-                await calls.post("/resume", {}, seconds, "to go on")
+                await calls.order("/resume", {}, seconds, "to go on")
         except RefusedCall as refused:
             raise explain_refusal(calls, refused, f"start it with {DEVELOPMENT}=1 in its environment.") from refused
         try:
-            await calls.post("/inference/v1/abort_requests", {"request_ids": []}, seconds, purpose)
+            await calls.order("/inference/v1/abort_requests", {"request_ids": []}, seconds, purpose)
         except RefusedCall as refused:
             raise explain_refusal(calls, refused, "start it with --enable-scale-out.") from refused
         return ServerFacts(version=str(version), context=context if type(context) is int else 0)
@@ -151,7 +151,7 @@ class VllmDialect:
 
     async def abort(self, calls: ServerCalls, id: str, seconds: float) -> None:
         """Stops a question. An unknown id is ignored."""
-        await calls.post("/abort_requests", {"request_ids": [f"{ID_PREFIX}{id}"]}, seconds, "to stop a request")
+        await calls.order("/abort_requests", {"request_ids": [f"{ID_PREFIX}{id}"]}, seconds, "to stop a request")
 
     async def compute_logprobs(self, calls: ServerCalls, tokens: list[int], label: str, seconds: float) -> list[float]:
         """Returns the log-probability of every token after the first, at temperature 1. The cache is not read."""
@@ -168,20 +168,20 @@ class VllmDialect:
 
     async def load(self, calls: ServerCalls, folder: Path, label: str, seconds: float) -> str:
         """Holds all requests back, reloads, and lets them go on: they are computed again from their tokens."""
-        await calls.post("/pause?mode=keep", {}, seconds, "to pause for new weights")
+        await calls.order("/pause?mode=keep", {}, seconds, "to pause for new weights")
         order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
-            await calls.post("/collective_rpc", order, seconds, "to load weights")
+            await calls.order("/collective_rpc", order, seconds, "to load weights")
             if self.has_extension:
-                await calls.post("/collective_rpc", {"method": "pack_tied_head"}, seconds, "to load the head")
+                await calls.order("/collective_rpc", {"method": "pack_tied_head"}, seconds, "to load the head")
         except FailedCall as failed:
             # Requests stay held back: tokens of half-loaded weights would not be noticed.
             raise EngineError(
                 f"vLLM's server {calls.address} {failed}. It must be able to read {folder}; for a server on another "
                 "machine name a folder that both see: --engine.folder."
             ) from failed
-        await calls.post("/update_weight_version", {"new_version": label}, seconds, "to label its weights")
-        await calls.post("/resume", {}, seconds, "to go on with new weights")
+        await calls.order("/update_weight_version", {"new_version": label}, seconds, "to label its weights")
+        await calls.order("/resume", {}, seconds, "to go on with new weights")
         return str(read_field(await calls.get("/weight_info", seconds, "to name its weights"), "weight_version"))
 
 
