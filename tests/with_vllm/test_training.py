@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,83 +11,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.config.engines import NativeEngine, VllmEngine
-from cohort.config.schema import BatchConfig
+from cohort.config.engines import VllmEngine
 from cohort.engines import vllm
-from cohort.engines.base import Request, sample
+from cohort.engines.base import sample
 from cohort.errors import EngineError
-from cohort.jobs.build import RLJob
-from cohort.models.decoder import Decoder
-from cohort.models.files import load_folder
-from cohort.recipes.tiny import quickstart
 from cohort.types import Sample
-from tests.helpers.decoders_and_groups import naive_logprobs
 from tests.helpers.engine_conformance import iterate_events
-from tests.helpers.small_runs import built_job, run_steps
 from tests.with_vllm.questions import TINY, make_requests
-
-STEPS = 10
-CONFIG = replace(quickstart(), threads=1, steps=STEPS, batch=BatchConfig(prompts=16, samples=8))
-
-
-@dataclass(frozen=True)
-class GivenWeights:
-    """Weights from a dict."""
-
-    tensors: Mapping[str, Tensor]
-    module: Any = None
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors.items())
-
-
-def copy_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Returns copies of all weights by name."""
-    return {name: tensor.clone() for name, tensor in decoder.named_weights()}
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A job after ten steps with vLLM, and what it was before."""
-
-    job: RLJob
-    metrics: list[dict[str, float]]  # per step
-    old: Decoder  # as it was before the first step
-    new: Decoder  # as it is after the last step
-
-    def load(self, decoder: Decoder, version: int) -> None:
-        """Loads the weights of a decoder into vLLM, without a proof."""
-        self.job.engine.load(GivenWeights(copy_tensors(decoder)), version)
+from tests.with_vllm.training import (
+    STEPS,
+    WRONG_LOADS,
+    Fault,
+    GivenWeights,
+    Trained,
+    check_logprobs,
+    check_rewards_and_gap,
+    check_wrong_loads,
+    copy_tensors,
+    train_with,
+)
 
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[Trained]:
-    with built_job(replace(CONFIG, engine=VllmEngine())) as job:
-        metrics = [dict(record.metrics) for _, record in run_steps(job, STEPS)]
-        new = job.learner.decoder
-        assert isinstance(new, Decoder) and isinstance(job.engine, vllm.VllmEngine)
-        yield Trained(job, metrics, load_folder(TINY).decoder, new)
+    with train_with(VllmEngine()) as trained:
+        assert isinstance(trained.job.engine, vllm.VllmEngine)
+        yield trained
 
 
 def test_reward_rises_as_with_the_native_engine_and_the_gap_is_reported(trained: Trained):
-    with built_job(replace(CONFIG, engine=NativeEngine())) as job:
-        native = [dict(record.metrics) for _, record in run_steps(job, STEPS)]
-    ours, theirs = ([step["reward/mean"] for step in steps] for steps in (trained.metrics, native))
-    for rewards in (ours, theirs):
-        assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2
-    # The first step samples 128 answers from the same model, with other random numbers.
-    assert abs(ours[0] - theirs[0]) < 0.2 and abs(sum(ours[-3:]) - sum(theirs[-3:])) / 3 < 0.2
-    canary = trained.job.sync.canary
-    assert canary is not None and 0 < canary.tolerance < 1e-4
-    for step in trained.metrics:
-        assert 0 < step["sampler_gap/mean"] <= step["sampler_gap/max"] < 1e-3
-        assert 0 < step["sync/gap"] <= canary.tolerance
-        assert step["sync/load_seconds"] > 0 and step["sync/proof_seconds"] > 0
+    check_rewards_and_gap(trained)
 
 
 # ---- wrong loads
-
-Fault = Callable[[str, Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -114,40 +70,9 @@ def send_wrongly(trained: Trained, fault: Fault) -> None:
         trained.job.sync.send(STEPS)
 
 
-def transpose(tensor: Tensor) -> Tensor:
-    """Returns the transpose of a square matrix; anything else as it is."""
-    return tensor.T.contiguous() if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] else tensor
-
-
-def round_off(tensor: Tensor) -> Tensor:
-    """Returns the tensor rounded to bfloat16, as float32."""
-    return tensor.bfloat16().float()
-
-
-@pytest.mark.parametrize("kind", ["lost", "ten steps old", "transposed", "rounded"])
+@pytest.mark.parametrize("kind", WRONG_LOADS)
 def test_a_wrong_load_of_any_single_tensor_is_caught(trained: Trained, kind: str):
-    old = copy_tensors(trained.old)
-    changes: dict[str, Callable[[str, Tensor], Tensor | None]] = {
-        "lost": lambda name, tensor: None,
-        "ten steps old": lambda name, tensor: old[name],
-        "transposed": lambda name, tensor: transpose(tensor),
-        "rounded": lambda name, tensor: round_off(tensor),
-    }
-    tried, passed = 0, []
-    for wrong, now in copy_tensors(trained.new).items():
-        changed = changes[kind](wrong, now)
-        if changed is not None and torch.equal(changed, now):
-            continue
-        tried += 1
-        try:
-            send_wrongly(trained, lambda name, t, wrong=wrong: changes[kind](name, t) if name == wrong else t)
-        except EngineError as error:
-            assert "did not arrive whole in the vllm engine" in str(error)
-        else:
-            passed.append(wrong)
-    # Every tensor, vectors too; the query and output matrices are square.
-    assert tried == (2 * len(trained.new.layers) if kind == "transposed" else len(old))
-    assert passed == []
+    check_wrong_loads(trained, kind, lambda fault: send_wrongly(trained, fault))
 
 
 def test_a_right_load_after_wrong_ones_is_accepted(trained: Trained):
@@ -156,27 +81,6 @@ def test_a_right_load_after_wrong_ones_is_accepted(trained: Trained):
 
 
 # ---- loads while requests are under way
-
-
-def check_logprobs(trained: Trained, requests: list[Request], done: Mapping[str, Sample]) -> None:
-    """Compares each span of the samples with the decoder of its version: even versions are the old one."""
-    differences: dict[int, float] = {}  # from the other decoder, by version
-    for request in requests:
-        s, prompt = done[request.id], request.tokens
-        with torch.no_grad():
-            by_version = [
-                naive_logprobs(decoder, prompt, s.tokens, request.sampling.temperature).tolist()
-                for decoder in (trained.old, trained.new)
-            ]
-        ends = [begin for begin, _ in s.versions[1:]] + [len(s.tokens)]
-        for (begin, version), end in zip(s.versions, ends, strict=True):
-            found = s.sampler_logprobs[begin:end]
-            assert found == pytest.approx(by_version[version % 2][begin:end], abs=1e-4)
-            other = by_version[1 - version % 2][begin:end]
-            difference = max(abs(a - b) for a, b in zip(found, other, strict=True))
-            differences[version] = max(difference, differences.get(version, 0.0))
-    # Or the comparison could not fail.
-    assert min(differences.values()) > 0.01
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
