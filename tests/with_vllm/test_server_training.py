@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cohort.config.engines import VllmEngine
+from cohort.engines.base import Request
 from cohort.engines.fleet.engine import Fleet
 from cohort.engines.fleet.folder import WeightFolder
 from cohort.engines.fleet.server import ServerReplica, Starter
@@ -99,21 +100,31 @@ def test_a_right_load_after_wrong_ones_is_accepted(trained: Trained):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_reload_in_flight_shows_two_versions_with_the_logprobs_of_each(trained: Trained, temperature: float):
+    # So many that sampling takes longer than a load. Siblings share their first tokens.
+    requests = make_requests(64, temperature=temperature, max_tokens=150, stop_ids=())
+    for pause in (0.0, 0.1, 0.2, 0.4):
+        done = load_in_flight(trained, requests, pause)
+        assert len(done) == len(requests) and {len(s.tokens) for s in done.values()} == {150}
+        check_logprobs(trained, requests, done)
+        spans = [s.versions for s in done.values() if len(s.versions) > 1]
+        assert all([v for _, v in versions] == [0, 1] and 0 < versions[1][0] < 150 for versions in spans)
+        # It depends on what else the machine does how many requests are in their middle.
+        if len(spans) >= 8:
+            return
+    pytest.fail(f"only {len(spans)} requests were under way during the load")
+
+
+def load_in_flight(trained: Trained, requests: list[Request], pause: float) -> dict[str, Sample]:
+    """Returns the samples of requests during which the new weights are loaded, after so many seconds."""
     fleet = get_fleet(trained)
     trained.load(trained.old, 0)
-    # So many that sampling takes several times as long as a load. Siblings share their first tokens.
-    requests = make_requests(64, temperature=temperature, max_tokens=150, stop_ids=())
     for request in requests:
         fleet.submit(request)
-    fleet.poll()
-    time.sleep(0.2)
+    # The first may end before the last is handed over.
+    first = fleet.poll()
+    time.sleep(pause)
     trained.load(trained.new, 1)
-    done = collect(fleet)
-    assert len(done) == len(requests) and {len(s.tokens) for s in done.values()} == {150}
-    spans = [s.versions for s in done.values() if len(s.versions) > 1]
-    assert len(spans) >= 8, f"{len(spans)} requests were under way during the load"
-    assert all([v for _, v in versions] == [0, 1] and 0 < versions[1][0] < 150 for versions in spans)
-    check_logprobs(trained, requests, done)
+    return {**{e.id: e.sample for e in first if e.sample is not None}, **collect(fleet)}
 
 
 def collect(fleet: Fleet) -> dict[str, Sample]:
