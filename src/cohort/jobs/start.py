@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
 from cohort.logs.escape import join_command
 from cohort.logs.forward import forward_logs
+from cohort.logs.printing import show_records
 from cohort.logs.sinks.registry import make_sinks
 from cohort.logs.view import View, make_view
 from cohort.ranks.agree import agree_on_errors
@@ -62,14 +64,24 @@ def start_run(
     KeyboardInterrupt. The job is closed in any case.
     """
     config = _share_config(config, world)
-    # A sink that cannot work is refused before the model is loaded.
-    views, job = agree_on_errors(world, lambda: (make_sinks(sinks if world.is_first else ()), build_job(config, world)))
+    views, job = agree_on_errors(world, lambda: _prepare(config, build_job, sinks, world))
     try:
         directory = agree_on_errors(world, lambda: _create_directory(out, job, name) if world.is_first else None)
         _run_job(job, directory, log, views, world)
     finally:
         job.close()
     return out if directory is None else directory.path
+
+
+def _prepare(
+    config: RunConfig, build_job: JobBuilder, sinks: Sequence[str], world: World
+) -> tuple[dict[str, View], RunnableJob]:
+    """Returns the sinks, none on ranks but the first, and the job."""
+    # A sink that cannot work is refused before the model is loaded.
+    views = make_sinks(sinks if world.is_first else ())
+    # Servers take a minute and more to start, and nothing else is shown yet.
+    with show_records("cohort.engines.fleet") if world.is_first else nullcontext():
+        return views, build_job(config, world)
 
 
 def _create_directory(out: Path, job: RunnableJob, name: str | None) -> RunDirectory:
@@ -111,9 +123,7 @@ def resume_run(
     opened = agree_on_errors(world, lambda: _open_locked(path, steps, changes) if world.is_first else None)
     directory, config = opened if opened is not None else (None, None)
     settings = _share_config(config, world)
-    views, job = agree_on_errors(
-        world, lambda: (make_sinks(sinks if world.is_first else ()), build_job(settings, world))
-    )
+    views, job = agree_on_errors(world, lambda: _prepare(settings, build_job, sinks, world))
     try:
         _run_job(job, directory, log, views, world)
     finally:

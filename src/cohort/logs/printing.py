@@ -77,10 +77,15 @@ class _NoteHandler(logging.Handler):
         print_note(escape_line(record.getMessage(), _MAX_LOG_CHARACTERS))
 
 
+def show_grader_output() -> contextlib.AbstractContextManager[None]:
+    """Context that prints what graders print to standard error. A run shows it among its notices."""
+    return show_records("cohort.scoring.printed")
+
+
 @contextlib.contextmanager
-def show_grader_output() -> Iterator[None]:
-    """While this context is open, prints what graders print to standard error. A run shows it among its notices."""
-    log = logging.getLogger("cohort.scoring.printed")
+def show_records(logger: str) -> Iterator[None]:
+    """While this context is open, prints what a logger gets, from level INFO, to standard error."""
+    log = logging.getLogger(logger)
     handler = _NoteHandler()
     level = log.level
     log.addHandler(handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError
-from cohort.jobs.start import resume_run
+from cohort.jobs.start import resume_run, start_run
 from cohort.run.directory import RunDirectory
 from cohort.world import World
 from tests.helpers.pretend_run import small_run
@@ -54,3 +55,16 @@ def test_the_config_of_a_run_is_accepted(tmp_path: Path):
     directory.unlock()
     with pytest.raises(AssertionError, match="the job was built"):
         resume_run(directory.path, refuse_to_build, None, "plain", ())
+
+
+def test_the_start_of_engines_is_shown_before_there_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def build(config: RunConfig, world: World) -> Any:
+        logging.getLogger("cohort.engines.fleet.server").info("server 1 starts")
+        raise ConfigError("built")
+
+    with pytest.raises(ConfigError, match="built"):
+        start_run(small_run(), build, tmp_path, "plain", ())
+    assert capsys.readouterr().err == "server 1 starts\n"
+    # Afterwards the logger is as before.
+    logging.getLogger("cohort.engines.fleet.server").info("server 1 starts")
+    assert capsys.readouterr().err == ""

@@ -119,7 +119,11 @@ class ServerReplica:
         self.serial += 1
         self._end_words = None
         source, settings = self.source, self.settings
-        address = source if isinstance(source, Address) else source.start()
+        if isinstance(source, Address):
+            address = source
+        else:
+            log.info("%s starts", self.where)
+            address = source.start()
         calls = ServerCalls(address, settings.key if isinstance(source, Address) else "")
         session = self._session = Session(
             self.dialect, calls, settings.slots, settings.patience, settings.decode, self._make_report(self.serial)
@@ -196,7 +200,8 @@ class ServerReplica:
         return ReplicaLost(self._end_words) if self._end_words else lost
 
     def _notify(self, words: str, seconds: float) -> None:
-        """Logs that a start takes long."""
+        """Logs that a start takes long. Until a server that Cohort starts has loaded its model, nothing answers."""
+        words = "is starting" if isinstance(self.source, Starter) else words
         log.info("waiting for %s, which %s; at most %.0f s more (--engine.patience)", self.where, words, seconds)
 
     def _make_report(self, serial: int) -> Callable[[str, Sample | CohortError], None]:

@@ -142,11 +142,11 @@ class Session:
     async def wait_until_ready(self, find_end: Callable[[], str], notify: Callable[[str, float], object]) -> None:
         """Waits until the server has loaded its model. Raises ReplicaLost if that takes too long.
 
-        `find_end` returns why the server will never be ready; "" = it may be. `notify` is called once if it is slow,
-        with what is the matter and the seconds that it will be waited for.
+        `find_end` returns why the server will never be ready; "" = it may be. `notify` is called now and then if it is
+        slow, with what is the matter and the seconds that it will be waited for.
         """
         begin = time.monotonic()
-        was_notified = False
+        next_notice = NOTICE_SECONDS
         while True:
             words = find_end()
             if words:
@@ -162,8 +162,8 @@ class Session:
             waited = time.monotonic() - begin
             if waited > self.patience:
                 raise ReplicaLost(f"was not ready after {self.patience:.0f} s (--engine.patience): it {words}")
-            if waited > NOTICE_SECONDS and not was_notified:
-                was_notified = True
+            if waited > next_notice:
+                next_notice *= 2
                 notify(words, self.patience - waited)
             await asyncio.sleep(LOOK_SECONDS)
 
