@@ -6,10 +6,11 @@
 
 Each engine trains in a process of its own, one after the other, with the same recipe and seed. The engines draw other
 random numbers, so rewards agree only within their noise. On a GPU, engines outside need GPUs of their own: name them
-with `--devices`, or leave these engines out with `--engines native vllm`. Seconds are the median of all steps but the first, which
-compiles and reserves memory. Evaluations are left out as far as a run can do without: `--problems` held-out ones are
-asked before and after. Memory on a GPU is that of the whole device, looked at ten times a second, because vLLM's memory
-is not torch's; resident memory is the largest of the process that trains. `load` and `proof` are parts of no other line.
+with `--devices`, or leave these engines out with `--engines native vllm`. Seconds are the median of all steps but the
+first, which compiles and reserves memory. Evaluations are left out as far as a run can do without: `--problems`
+held-out ones are asked before and after. Memory on a GPU is that of the whole device, looked at ten times a second,
+because vLLM's memory is not torch's; resident memory is the largest of the process that trains. `load` and `proof` are
+parts of no other line.
 """
 
 from __future__ import annotations
