@@ -32,6 +32,7 @@ from cohort.world import ProcessGroup, World
 from tests.equivalence.test_ranks import share_of, step_groups
 from tests.helpers.decoders_and_groups import random_groups, small_decoder
 from tests.helpers.foreign_models import load_foreign, write_foreign_folder
+from tests.helpers.made_once import make_once
 
 # Limit of a collective call: a rank whose partners have died ends after that time.
 LIMIT = timedelta(seconds=120)
@@ -219,11 +220,15 @@ def on_rank(rank: int, size: int, store: str, out: Path) -> None:
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"])
 def results(request, tmp_path_factory) -> Callable[[str], list]:
     """Starts the ranks once for all tests of this file. Returns a function that reads what all ranks found."""
-    folder = tmp_path_factory.mktemp("buckets")
-    for family in ("gpt2", "gpt_neox"):
-        write_foreign_folder(folder / family, family)
-    arguments = (request.param, f"{folder}/store", folder)
-    torch.multiprocessing.start_processes(on_rank, arguments, nprocs=request.param, start_method="spawn")
+
+    def make(folder: Path) -> None:
+        """Runs all cases."""
+        for family in ("gpt2", "gpt_neox"):
+            write_foreign_folder(folder / family, family)
+        arguments = (request.param, f"{folder}/store", folder)
+        torch.multiprocessing.start_processes(on_rank, arguments, nprocs=request.param, start_method="spawn")
+
+    folder = make_once(tmp_path_factory, f"buckets_{request.param}", make)
     read = lambda name: [torch.load(folder / f"{name}-{n}.pt", weights_only=False) for n in range(request.param)]  # noqa: E731
     read.folder = folder
     return read

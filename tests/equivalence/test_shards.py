@@ -38,6 +38,7 @@ from cohort.types import Group
 from cohort.world import ProcessGroup, World
 from tests.equivalence.test_ranks import compared, share_of, step_groups
 from tests.helpers.decoders_and_groups import random_groups, small_decoder
+from tests.helpers.made_once import make_once
 
 # Limit of a collective call: a rank whose partners have died ends after that time.
 LIMIT = timedelta(seconds=120)
@@ -286,10 +287,13 @@ class Results:
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"])
 def results(request, tmp_path_factory) -> Results:
     """Starts the ranks once for all tests of this file."""
-    folder = tmp_path_factory.mktemp("shards")
-    arguments = (request.param, f"{folder}/store", folder)
-    torch.multiprocessing.start_processes(on_rank, arguments, nprocs=request.param, start_method="spawn")
-    return Results(folder, request.param)
+
+    def make(folder: Path) -> None:
+        """Runs all cases."""
+        arguments = (request.param, f"{folder}/store", folder)
+        torch.multiprocessing.start_processes(on_rank, arguments, nprocs=request.param, start_method="spawn")
+
+    return Results(make_once(tmp_path_factory, f"shards_{request.param}", make), request.param)
 
 
 def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float, where: object) -> None:

@@ -38,6 +38,7 @@ from cohort.models.tensor import TensorDecoder, full_views, shard_decoder
 from cohort.types import Group
 from cohort.world import Grid, ProcessGroup, World
 from tests.helpers.decoders_and_groups import pack_groups, random_groups, small_decoder
+from tests.helpers.made_once import make_once
 
 # Limit of a collective call: a rank whose partners have died ends after that time.
 LIMIT = timedelta(seconds=120)
@@ -283,9 +284,7 @@ def run_ranks(folder: Any, size: int) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """The folder with the results of two ranks that hold each model together."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(folder, 2)
-    return folder
+    return make_once(tmp_path_factory, "tensor", lambda folder: run_ranks(folder, 2))
 
 
 def load_results(folder: Any, name: str) -> Any:

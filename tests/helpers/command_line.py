@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -11,8 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cohort.run.directory import RunDirectory
 from cohort.run.store.reader import Reader
 from cohort.tasks.stream import TaskStream
+from tests.helpers.made_once import make_once
 from tests.helpers.struck_command import Strike
 
 if TYPE_CHECKING:
@@ -118,27 +117,18 @@ class Census:
         return self.strike(place, rng.randint(1, len(self.lengths[place])), rng)
 
 
-@contextmanager
-def _hold_lock(file: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a file during the block."""
-    with open(file, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def shared_reference(factory: pytest.TempPathFactory) -> tuple[Path, Census]:
     """Returns what `reference` returns. The run is made once for all processes of a test session."""
-    base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference"
-    folder.mkdir(exist_ok=True)
-    record = folder / "record.json"
-    with _hold_lock(folder / "lock"):
-        if not record.exists():
-            _, census = reference(folder)
-            record.write_text(json.dumps(asdict(census)))
+
+    def make(folder: Path) -> None:
+        """Makes the run, and records its census."""
+        _, census = reference(folder)
+        (folder / "record.json").write_text(json.dumps(asdict(census)))
+
+    folder = make_once(factory, "reference", make)
     run = only_run(folder)
     assert run is not None
-    return run, Census(**json.loads(record.read_text()))
+    return run, Census(**json.loads((folder / "record.json").read_text()))
 
 
 def reference(folder: Path, settings: Sequence[str] = SMALL, recipe: str = "quickstart") -> tuple[Path, Census]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cohort.config.load import load_config
-from tests.helpers.command_line import SMALL, start
+from tests.helpers.command_line import SMALL, shared_reference, start
 from tests.helpers.processes import list_family, wait_until_gone
 from tests.helpers.rank_runs import read_metrics, read_tensors
 from tests.helpers.small_runs import built_job, run_steps
@@ -32,12 +31,9 @@ def find_engines(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that samples in its own process."""
-    folder = tmp_path_factory.mktemp("whole")
-    process = start("train", "quickstart", *SMALL, "--name", "run", at=folder)
-    assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    yield folder / "runs" / "run"
+    return shared_reference(tmp_path_factory)[0]
 
 
 def equals(run: Path, other: Path) -> bool:

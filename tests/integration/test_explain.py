@@ -15,17 +15,21 @@ from cohort.inspect.explain.step import load_step
 from cohort.run.store.reader import Reader
 from cohort.run.store.rollouts import load_rollouts, save_rollouts
 from tests.helpers.command_line import ENV, SMALL, cohort, command, only_run
+from tests.helpers.made_once import make_once
 
 HOSTILE = "\ud800\x1b]0;x\x07\u202e"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("explain")
-    settings = [s for s in SMALL if not s.startswith(("--steps", "--eval.every"))]
-    done = cohort("train", "quickstart", *settings, "--steps=2", at=folder)
-    assert done.returncode == 0, done.stderr
-    run = only_run(folder)
+
+    def make(folder: Path) -> None:
+        """Makes the run."""
+        settings = [s for s in SMALL if not s.startswith(("--steps", "--eval.every"))]
+        done = cohort("train", "quickstart", *settings, "--steps=2", at=folder)
+        assert done.returncode == 0, done.stderr
+
+    run = only_run(make_once(tmp_path_factory, "explain", make))
     assert run is not None
     return run
 

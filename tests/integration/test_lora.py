@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.command_line import SMALL, cohort, differences, next_args, only_run, remains
+from tests.helpers.made_once import make_once
 from tests.helpers.struck_command import Strike
 
 LORA = [*SMALL, "--learner.lora.rank=4", "--algo.kl.weight=0.01", "--optim.lr=1e-3"]
@@ -18,10 +19,13 @@ LORA = [*SMALL, "--learner.lora.rank=4", "--algo.kl.weight=0.01", "--optim.lr=1e
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora")
-    done = cohort("train", "quickstart", *LORA, at=folder)
-    assert done.returncode == 0, done.stderr
-    run = only_run(folder)
+
+    def make(folder: Path) -> None:
+        """Makes the run."""
+        done = cohort("train", "quickstart", *LORA, at=folder)
+        assert done.returncode == 0, done.stderr
+
+    run = only_run(make_once(tmp_path_factory, "lora", make))
     assert run is not None
     return run
 

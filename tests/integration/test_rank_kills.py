@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cohort.system.kernel import list_children
 from tests.helpers.command_line import SMALL, start
+from tests.helpers.made_once import make_once
 from tests.helpers.processes import PATIENCE, list_family, wait_until_gone
 from tests.helpers.rank_runs import read_metrics, read_tensors
 
@@ -39,14 +39,17 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    process = start("train", "quickstart", *SMALL, "--name", "run", "--ranks", 2, at=folder)
-    assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    run = folder / "runs" / "run"
+
+    def make(folder: Path) -> None:
+        """Makes the run."""
+        process = start("train", "quickstart", *SMALL, "--name", "run", "--ranks", 2, at=folder)
+        assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
+
+    run = make_once(tmp_path_factory, "whole_on_two_ranks", make) / "runs" / "run"
     assert "--ranks 2" in (run / "run.md").read_text(), "the card has the command as it was typed"
-    yield run
+    return run
 
 
 def resume_and_compare(folder: Path, whole: Path) -> None:

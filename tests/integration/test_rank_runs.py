@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from cohort.config.algos import ALGOS
 from cohort.run.store.reader import Reader
 from tests.helpers.command_line import cohort
+from tests.helpers.made_once import make_once
 from tests.helpers.rank_runs import read_groups, read_metrics, read_tensors, run_together
 
 FEW = [
@@ -68,12 +69,16 @@ def compare_runs(found: Path, expected: Path, step: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """All cases on one rank and on two, started once."""
-    alone, together = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("together")
-    run_together(alone, CASES, 1)
-    run_together(together, [*CASES, *SHARDED, *LATER], 2)
-    yield alone, together
+
+    def make(folder: Path) -> None:
+        """Makes the runs."""
+        run_together(folder / "alone", CASES, 1)
+        run_together(folder / "together", [*CASES, *SHARDED, *LATER], 2)
+
+    folder = make_once(tmp_path_factory, "rank_runs", make)
+    return folder / "alone", folder / "together"
 
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES])
@@ -90,13 +95,15 @@ def test_ranks_tell_how_even_their_work_is(folders: tuple[Path, Path]) -> None:
     assert len(values) == 2 and all(0.5 < value <= 1.0 for value in values)
 
 
-def test_shards_and_numbers_of_ranks_change_no_result(folders: tuple[Path, Path]) -> None:
+def test_shards_and_numbers_of_ranks_change_no_result(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Two steps with one division of the model, a third with another, or on one rank."""
-    alone, together = folders
-    run_together(alone, [{"name": "plain", "resume": 3}], 1)
-    run_together(together, [{"name": "plain", "resume": 3}], 1)
-    for name in ("plain", "optimizer", "full", "tensor"):
-        compare_runs(together / name, alone / "plain", 3)
+    for folder in folders:
+        shutil.copytree(folder / "plain", tmp_path / folder.name / "plain")
+        run_together(tmp_path / folder.name, [{"name": "plain", "resume": 3}], 1)
+    expected = tmp_path / "alone" / "plain"
+    compare_runs(tmp_path / "together" / "plain", expected, 3)
+    for name in ("optimizer", "full", "tensor"):
+        compare_runs(folders[1] / name, expected, 3)
 
 
 def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import stat
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,17 +35,22 @@ from tests.helpers.fleets import (
     write_folder,
 )
 
+FLEETS: dict[int, Fleet] = {}
 
-@cache
+
 def start_fleet(slots: int) -> Fleet:
-    """Returns a fleet of one process with this many slots, started once."""
-    return make_fleet(shared_folder(), slots=slots)
+    """Returns a fleet of one process with this many slots. It is started once, and again after it was closed."""
+    if slots not in FLEETS or FLEETS[slots]._closed:
+        FLEETS[slots] = make_fleet(shared_folder(), slots=slots)
+    return FLEETS[slots]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def end_fleets() -> Iterator[None]:
     yield
-    start_fleet.cache_clear()
+    for fleet in FLEETS.values():
+        fleet.close()
+    FLEETS.clear()
 
 
 class TestConformance(EngineConformance):
@@ -54,9 +58,6 @@ class TestConformance(EngineConformance):
 
     def make(self, slots: int = 4) -> Fleet:
         fleet = start_fleet(slots)
-        if fleet._closed:
-            start_fleet.cache_clear()
-            fleet = start_fleet(slots)
         for id in list(fleet._list_ids()):
             fleet.abort(id)
         fleet.poll()
