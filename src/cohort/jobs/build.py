@@ -27,7 +27,7 @@ from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
 from cohort.jobs.imitation import build_dpo_job, build_sft_job
 from cohort.jobs.inputs import InputDigests, settle_inputs
-from cohort.jobs.memory import plan_ranks
+from cohort.jobs.memory import is_elsewhere, leave_room, plan_ranks
 from cohort.jobs.parts import configure_torch, digest_files, load_model, make_adapters, make_frozen_copy
 from cohort.jobs.rl import RLJob
 from cohort.jobs.start import RunnableJob, resume_run, start_run
@@ -106,6 +106,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     tokenizer = Tokenizer.load(folder, config.date, read_template(config.template))
     sampling = make_sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled_tokens)
+    leave_room(config.engine, device)
     learner = _make_learner(config, model, algo, device, grid)
     plan = learner.plan
     num_compared = config.algo.num_compared
@@ -123,6 +124,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
         reserve=0 if plan is None else plan.update,
         folder=folder,
         tokenizer=tokenizer,
+        is_divided=grid.tensor.size > 1 or learner.config.shard == "full",
         threads=config.threads,
         dtype=config.learner.dtype,
     )
@@ -249,7 +251,10 @@ def _estimate_demand(
         # Samples that are compared with each other are in one microbatch.
         longest=config.algo.num_compared * (prompt + new),
         batch_tokens=trained * (prompt + samples * new),
-        kv_tokens=sampled * prompt + min(sampled * samples, config.engine.slots) * new,
+        # An engine in another process has a share of its own.
+        kv_tokens=0
+        if is_elsewhere(config.engine)
+        else sampled * prompt + min(sampled * samples, config.engine.slots) * new,
         has_reference=has_reference,
         num_trained=None if adapters is None else adapters.num_params,
         frozen_bytes=0 if adapters is None else adapters.base_bytes,
