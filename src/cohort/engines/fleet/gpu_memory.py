@@ -1,7 +1,7 @@
 """Memory of a GPU that a process offers and another one of this machine opens (CUDA IPC).
 
-It is the driver's own memory, not torch's: some segments of torch's allocator cannot be passed on, and it keeps a shared
-tensor for ever if a process that has opened it dies. This memory is freed when the caller says so.
+It is the driver's own memory, not torch's: some segments of torch's allocator cannot be passed on, and it keeps a
+shared tensor for ever if a process that has opened it dies. This memory is freed when the caller says so.
 """
 
 from __future__ import annotations

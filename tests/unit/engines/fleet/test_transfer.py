@@ -7,6 +7,7 @@ import queue
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cohort.config.engines import NativeEngine as NativeSettings
 from cohort.engines.base import ComparableEngine, Request, sample
-from cohort.engines.fleet import gpu_memory, native, process
+from cohort.engines.fleet import gpu_memory, native, process, servers
 from cohort.engines.fleet.base import LoadedWeights, MemoryHandle, OfferedWeights, TensorPlace
 from cohort.engines.fleet.engine import Fleet
 from cohort.engines.fleet.folder import WeightFolder
@@ -26,16 +27,21 @@ from cohort.engines.fleet.in_vllm.cohort_worker import view_tensor
 from cohort.engines.fleet.incoming import IncomingWeights
 from cohort.engines.fleet.served import EngineServer
 from cohort.engines.fleet.transfer import MemoryTransfer, choose_transfer, find_difference
+from cohort.engines.fleet.vllm_server import EXTENSION
 from cohort.engines.fleet.wire import EngineCall
 from cohort.engines.native.engine import NativeEngine
+from cohort.engines.sync import Canary, WeightSync
 from cohort.errors import EngineError, ModelError
 from cohort.learner.base import LiveWeights
 from cohort.models.decoder import Decoder
 from cohort.serialize import dumps, loads
 from tests.helpers import mapped_memory
-from tests.helpers.decoders_and_groups import small_decoder
+from tests.helpers.decoders_and_groups import naive_logprobs, small_decoder
 from tests.helpers.engine_conformance import request, spell
+from tests.helpers.engine_servers.worker import pretend_vllm
 from tests.helpers.fleets import CONTEXT, find_process, load_decoder, make_fleet, shared_folder
+from tests.helpers.served_fleets import make_fleet_of, serve
+from tests.helpers.small_runs import built_job, run_steps, small_run
 
 # The largest tensor of the small model has 7,808 bytes, and all together have 60 thousand.
 PORTION = 10_000
@@ -152,8 +158,19 @@ def test_memory_is_bounded_by_a_portion_or_the_largest_tensor(dtype: torch.dtype
     assert replica.tensors.keys() == expected.keys()
     assert all(torch.equal(replica.tensors[name], tensor) for name, tensor in expected.items())
     bound = max(portion_bytes, *(tensor.nbytes for tensor in expected.values()))
-    assert mapped_memory.SIZES == [bound] and max(replica.ends) <= bound
+    assert [bound] == mapped_memory.SIZES and max(replica.ends) <= bound
     assert (len(replica.ends) == 1) == (portion_bytes == 1 << 20)
+
+
+def test_steps_of_a_run_are_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch):
+    runs = []
+    for place in ("here", "process"):
+        transfer = MemoryTransfer(torch.device("cpu"), WeightFolder())
+        monkeypatch.setattr(native, "choose_transfer", lambda *_, made=transfer: made)
+        with built_job(small_run(engine=NativeSettings(place=place))) as job:  # type: ignore[arg-type]
+            runs.append([groups for groups, _ in run_steps(job, 2)])
+            assert transfer.folder.version == -1 and transfer.version == (2 if place == "process" else -1)
+    assert runs[0] == runs[1]
 
 
 # ---- wrong loads
@@ -197,7 +214,7 @@ def test_weights_of_another_model_are_refused_before_the_first_is_copied():
     before = decoder.embed.clone()
     other = small_decoder(num_layers=3)
     tensors = [TensorPlace(name=n, dtype="float32", shape=list(t.shape)) for n, t in other.named_weights()]
-    with pytest.raises(ModelError, match="model.layers.2"):
+    with pytest.raises(ModelError, match=r"model\.layers\.2"):
         IncomingWeights(MemoryHandle(gpu="none", data="", num_bytes=1), tensors, decoder)
     assert torch.equal(decoder.embed, before)
 
@@ -289,6 +306,76 @@ def test_memory_that_cannot_be_opened_is_one_line_with_the_remedy(make: Callable
     tensors = [TensorPlace(name=n, dtype="float32", shape=list(t.shape)) for n, t in small_decoder().named_weights()]
     with pytest.raises(EngineError, match=r"another GPU.*--engine\.transfer files"):
         replica.take(OfferedWeights(handle=handle, tensors=tensors, portions=iter([])), 1)
+
+
+# ---- a server of vLLM
+
+
+@pytest.fixture
+def make_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[Fleet, Any]]]:
+    """Returns a function that makes a fleet of one stand-in for vLLM's server, whose workers have Cohort's methods."""
+    with ExitStack() as opened:
+
+        def make() -> tuple[Fleet, Any]:
+            pretend_vllm(monkeypatch)
+            transfer = MemoryTransfer(torch.device("cpu"), WeightFolder(), PORTION)
+            monkeypatch.setattr(servers, "choose_transfer", lambda *_: transfer)
+            flags = ("--worker-extension-cls", EXTENSION)
+            address, stand_in = opened.enter_context(serve("vllm", shared_folder(), *flags))
+            fleet = make_fleet_of("vllm", shared_folder(), address)
+            opened.callback(fleet.close)
+            return fleet, stand_in
+
+        yield make
+
+
+def test_vllm_loads_weights_from_memory(make_server: Callable[[], tuple[Fleet, Any]]):
+    fleet, stand_in = make_server()
+    for version, seed in ((1, 5), (2, 6)):
+        learner = small_decoder(seed=seed)
+        fleet.load(LiveWeights(learner), version)
+        for id, s in sample(fleet, make_requests()).items():
+            prompt = next(r for r in make_requests() if r.id == id).tokens
+            assert s.versions == [(0, version)]
+            assert s.sampler_logprobs == pytest.approx(naive_logprobs(learner, prompt, s.tokens).tolist(), abs=1e-4)
+    calls = stand_in.worker.calls
+    assert calls[0] == "begin" and calls[-1] == "finish" and calls.count("load") > 2 * 2
+    assert len(mapped_memory.SIZES) == 2 and get_folder(fleet).version == -1
+
+
+def test_a_load_that_vllm_refuses_stops_the_run_with_the_remedy(
+    make_server: Callable[[], tuple[Fleet, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    fleet, stand_in = make_server()
+
+    def refuse(weights: object) -> None:
+        raise RuntimeError("invalid argument")
+
+    monkeypatch.setattr(stand_in.worker, "load_weights", refuse)
+    with pytest.raises(EngineError, match=r"invalid argument.*--engine\.transfer files"):
+        fleet.load(LiveWeights(small_decoder(seed=5)), 1)
+
+
+def test_a_load_into_vllm_that_lacks_a_tensor_is_caught_by_the_canary(
+    make_server: Callable[[], tuple[Fleet, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM says nothing of a tensor that does not come, and its server computes no checksums."""
+    fleet, _ = make_server()
+    learner = load_decoder(shared_folder())
+
+    def compute(tokens: list[int]) -> list[float]:
+        found: list[float] = naive_logprobs(learner, tokens[:1], tokens[1:]).tolist()
+        return found
+
+    canary = Canary(engine=fleet, compute=compute, vocab_size=learner.config.vocab_size, dtype="float32")
+    sync = WeightSync(get_weights=lambda: LiveWeights(learner), engine=fleet, canary=canary)
+    sync.start()
+    for name, tensor in small_decoder(seed=6).named_weights():
+        dict(learner.named_weights())[name].copy_(tensor)
+    fill = MemoryTransfer._fill
+    monkeypatch.setattr(MemoryTransfer, "_fill", lambda *given: (portion[1:] for portion in fill(*given)))
+    with pytest.raises(EngineError, match="version 1 of the weights did not arrive whole in the vllm engine"):
+        sync.send(1)
 
 
 # ---- the choice
