@@ -50,9 +50,9 @@ class OfferedMemory:
     def close(self) -> None:
         """Frees the memory. Whoever has opened it must not use it any more. A second call does nothing."""
         if self.tensor is not None:
-            self.wait()
-            self.tensor = None
             with torch.cuda.device(self._device):
+                self.wait()
+                self.tensor = None
                 call_driver("cuMemFree_v2", self._address)
 
 
