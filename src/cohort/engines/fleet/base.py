@@ -115,7 +115,7 @@ class Replica(Protocol):
         Requests under way go on with the new weights. Raises another CohortError for weights that the model refuses.
         """
 
-    def take(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
         """Loads weights from memory on the GPU, as `load` does from a folder. The memory is closed at the end.
 
         Only replicas on the learner's own GPU are asked for it.

@@ -48,7 +48,7 @@ class OfferedMemory:
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Frees the memory. Whoever has opened it must not use it any more. A second call does nothing."""
+        """Frees the memory. A process that has opened it must not use it any more. A second call does nothing."""
         if self.tensor is not None:
             with torch.cuda.device(self._device):
                 self.wait()

@@ -123,7 +123,7 @@ class ProcessReplica:
         found: LoadedWeights = self._call("to load weights", what="load", folder=str(folder), version=version)
         return found
 
-    def take(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
         """Loads weights from memory of the GPU, and returns the checksums of what the process has then."""
         self._call("to open the memory with new weights", what="open", memory=offered.handle, tensors=offered.tensors)
         for portion in offered.portions:

@@ -154,10 +154,10 @@ class ServerReplica:
         """Loads the weights in a folder. Servers compute no checksums that could be compared."""
         return self._load(partial(self.dialect.load, folder=folder), version)
 
-    def take(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
         """Loads weights from memory of the GPU, which only servers of vLLM can that Cohort has started."""
         assert isinstance(self.dialect, VllmDialect)
-        return self._load(partial(self.dialect.take, offered=offered), version)
+        return self._load(partial(self.dialect.load_offered, offered=offered), version)
 
     def _load(self, load: Callable[..., Awaitable[str]], version: int) -> LoadedWeights:
         """Loads weights by a call of the dialect, which is given what it still needs."""

@@ -78,7 +78,9 @@ class MemoryTransfer:
         memory = gpu_memory.offer_memory(max(largest, self.portion_bytes), self.device)
         try:
             portions = self._fill(memory, self._weights)
-            return replica.take(OfferedWeights(handle=memory.handle, tensors=tensors, portions=portions), self.version)
+            return replica.load_offered(
+                OfferedWeights(handle=memory.handle, tensors=tensors, portions=portions), self.version
+            )
         finally:
             memory.close()
 

@@ -188,10 +188,10 @@ class VllmDialect:
         )
         return await self._change_weights(calls, iter(orders), label, seconds, advice)
 
-    async def take(self, calls: ServerCalls, offered: OfferedWeights, label: str, seconds: float) -> str:
+    async def load_offered(self, calls: ServerCalls, offered: OfferedWeights, label: str, seconds: float) -> str:
         """Loads weights from memory of the GPU, as `load` does from a folder."""
         advice = "Let weights pass as files: --engine.transfer files."
-        return await self._change_weights(calls, order_to_take(offered), label, seconds, advice)
+        return await self._change_weights(calls, order_offered(offered), label, seconds, advice)
 
     async def _change_weights(
         self, calls: ServerCalls, orders: Iterator[Order], label: str, seconds: float, advice: str
@@ -213,7 +213,7 @@ class VllmDialect:
         return str(read_field(await calls.get("/weight_info", seconds, "to name its weights"), "weight_version"))
 
 
-def order_to_take(offered: OfferedWeights) -> Iterator[Order]:
+def order_offered(offered: OfferedWeights) -> Iterator[Order]:
     """Yields the orders to vLLM's workers that make them load offered weights: see `in_vllm`."""
     yield Order(method="begin_weights", kwargs=asdict(offered.handle))
     for portion in offered.portions:

@@ -79,7 +79,7 @@ class FakeReplica:
         self.version = version
         return LoadedWeights(version=version, checksums=dict(self.weights.checksums))
 
-    def take(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
         raise AssertionError("the fleet has a folder")
 
     def compute_logprobs(self, tokens: list[int]) -> list[float]:

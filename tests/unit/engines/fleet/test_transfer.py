@@ -136,7 +136,7 @@ class TakingReplica:
         self.tensors: dict[str, Tensor] = {}
         self.ends: list[int] = []
 
-    def take(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
         memory = gpu_memory.open_memory(offered.handle)
         for portion in offered.portions:
             assert memory.tensor is not None
@@ -305,7 +305,7 @@ def test_memory_that_cannot_be_opened_is_one_line_with_the_remedy(make: Callable
     handle = MemoryHandle(gpu="another GPU", data="", num_bytes=8)
     tensors = [TensorPlace(name=n, dtype="float32", shape=list(t.shape)) for n, t in small_decoder().named_weights()]
     with pytest.raises(EngineError, match=r"another GPU.*--engine\.transfer files"):
-        replica.take(OfferedWeights(handle=handle, tensors=tensors, portions=iter([])), 1)
+        replica.load_offered(OfferedWeights(handle=handle, tensors=tensors, portions=iter([])), 1)
 
 
 # ---- a server of vLLM

@@ -48,7 +48,7 @@ def name_gpu() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-class _Bytes:
+class _WrappedMemory:
     """Memory of the current GPU in the form of which torch makes a tensor without copying."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -64,7 +64,7 @@ def wrap_memory(address: int, num_bytes: int) -> Any:
     """Returns memory of the current GPU as a tensor of bytes. It is not freed with the tensor."""
     import torch
 
-    return torch.as_tensor(_Bytes(address, num_bytes), device="cuda")
+    return torch.as_tensor(_WrappedMemory(address, num_bytes), device="cuda")
 
 
 def view_tensor(memory: Any, dtype: str, shape: list[int], offset: int) -> Any:
