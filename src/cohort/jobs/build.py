@@ -22,12 +22,13 @@ from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import Conversation, NativeEngine, RunConfig
 from cohort.engines.base import ComparableEngine, Engine, require_for_training
 from cohort.engines.factory import EngineModel, get_abilities, make_engine
+from cohort.engines.fleet.room import is_elsewhere, leave_room
 from cohort.engines.sync import Canary, WeightSync
 from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
 from cohort.jobs.imitation import build_dpo_job, build_sft_job
 from cohort.jobs.inputs import InputDigests, settle_inputs
-from cohort.jobs.memory import is_elsewhere, leave_room, plan_ranks
+from cohort.jobs.memory import plan_ranks
 from cohort.jobs.parts import configure_torch, digest_files, load_model, make_adapters, make_frozen_copy
 from cohort.jobs.rl import RLJob
 from cohort.jobs.start import RunnableJob, resume_run, start_run
@@ -37,6 +38,7 @@ from cohort.models.config import ModelConfig
 from cohort.models.device import choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
+from cohort.ranks.agree import agree_on_errors
 from cohort.ranks.groups import GroupMover
 from cohort.ranks.join import join_ranks, leave_ranks
 from cohort.rollout.producer import Order, Producer
@@ -106,7 +108,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     tokenizer = Tokenizer.load(folder, config.date, read_template(config.template))
     sampling = make_sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled_tokens)
-    leave_room(config.engine, device)
+    agree_on_errors(grid.whole, lambda: leave_room(config.engine, device))
     learner = _make_learner(config, model, algo, device, grid)
     plan = learner.plan
     num_compared = config.algo.num_compared

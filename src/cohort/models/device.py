@@ -42,7 +42,7 @@ def available_bytes(device: torch.device) -> int:
 
 def limit_memory(device: torch.device, share: float) -> None:
     """Limits what torch takes of a GPU's memory in this process to a share of all that it has. 1 = no limit."""
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    torch.cuda.set_per_process_memory_fraction(float(share), device)
 
 
 def measure_free_bytes(device: torch.device) -> int | None:

@@ -30,7 +30,11 @@ class OfferedMemory:
             gpu = name_gpu()
             self._allocate(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
             handle = DriverHandle()
-            call_driver("cuIpcGetMemHandle", ctypes.byref(handle), self._address)
+            try:
+                call_driver("cuIpcGetMemHandle", ctypes.byref(handle), self._address)
+            except RuntimeError:
+                call_driver("cuMemFree_v2", self._address)
+                raise
             self.tensor: Tensor | None = wrap_memory(self._address.value, num_bytes)
         self.handle = MemoryHandle(gpu=gpu, data=base64.b64encode(bytes(handle)).decode(), num_bytes=num_bytes)
 

@@ -94,7 +94,7 @@ class EngineServer:
         throttle_thread_spinning()
         torch.set_deterministic_debug_mode("error" if hello.device == "cpu" else "default")
         if hello.memory < 1:
-            limit_memory(torch.device(hello.device), hello.memory)
+            limit_memory(torch.device(hello.device, 0), hello.memory)
         loaded = load_folder(hello.folder, DTYPES[hello.dtype])
         self.decoder = loaded.decoder.to(hello.device)
         self.decoder.requires_grad_(False)

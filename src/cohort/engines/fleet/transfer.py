@@ -82,6 +82,7 @@ class MemoryTransfer:
                 OfferedWeights(handle=memory.handle, tensors=tensors, portions=portions), self.version
             )
         finally:
+            # A replica that hangs may still have it open. It is ended, and nothing that it has read is used.
             memory.close()
 
     def _fill(self, memory: gpu_memory.OfferedMemory, weights: Weights) -> Iterator[list[TensorPlace]]:

@@ -40,7 +40,7 @@ CPU_KV_GIB = "1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class WorkerCall:
     """A call of a method that vLLM's workers have."""
 
     method: str
@@ -179,31 +179,31 @@ class VllmDialect:
 
     async def load(self, calls: ServerCalls, folder: Path, label: str, seconds: float) -> str:
         """Holds all requests back, reloads, and lets them go on: they are computed again from their tokens."""
-        orders = [Order(method="reload_weights", kwargs={"weights_path": str(folder)})]
+        steps = [WorkerCall(method="reload_weights", kwargs={"weights_path": str(folder)})]
         if self.has_extension:
-            orders.append(Order(method="pack_tied_head"))
+            steps.append(WorkerCall(method="pack_tied_head"))
         advice = (
             f"It must be able to read {folder}; for a server on another machine name a folder that both see: "
             "--engine.folder."
         )
-        return await self._change_weights(calls, iter(orders), label, seconds, advice)
+        return await self._change_weights(calls, iter(steps), label, seconds, advice)
 
     async def load_offered(self, calls: ServerCalls, offered: OfferedWeights, label: str, seconds: float) -> str:
         """Loads weights from memory of the GPU, as `load` does from a folder."""
         advice = "Let weights pass as files: --engine.transfer files."
-        return await self._change_weights(calls, order_offered(offered), label, seconds, advice)
+        return await self._change_weights(calls, list_steps(offered), label, seconds, advice)
 
     async def _change_weights(
-        self, calls: ServerCalls, orders: Iterator[Order], label: str, seconds: float, advice: str
+        self, calls: ServerCalls, steps: Iterator[WorkerCall], label: str, seconds: float, advice: str
     ) -> str:
-        """Gives the workers orders while all requests are held back, and returns the label that the server reports.
+        """Calls the workers while all requests are held back, and returns the label that the server reports.
 
-        An order is asked for when the one before is done. Raises EngineError, with advice, if one fails.
+        A step is asked for when the one before is done. Raises EngineError, with advice, if one fails.
         """
         await calls.order("/pause?mode=keep", {}, seconds, "to pause for new weights")
         try:
-            for order in orders:
-                body = {"method": order.method, "kwargs": order.kwargs}
+            for step in steps:
+                body = {"method": step.method, "kwargs": step.kwargs}
                 await calls.order("/collective_rpc", body, seconds, "to load weights")
         except FailedCall as failed:
             # Requests stay held back: tokens of half-loaded weights would not be noticed.
@@ -213,12 +213,12 @@ class VllmDialect:
         return str(read_field(await calls.get("/weight_info", seconds, "to name its weights"), "weight_version"))
 
 
-def order_offered(offered: OfferedWeights) -> Iterator[Order]:
-    """Yields the orders to vLLM's workers that make them load offered weights: see `in_vllm`."""
-    yield Order(method="begin_weights", kwargs=asdict(offered.handle))
+def list_steps(offered: OfferedWeights) -> Iterator[WorkerCall]:
+    """Yields the calls that make vLLM's workers load offered weights: see `in_vllm`."""
+    yield WorkerCall(method="begin_weights", kwargs=asdict(offered.handle))
     for portion in offered.portions:
-        yield Order(method="take_weights", kwargs={"tensors": [list(asdict(place).values()) for place in portion]})
-    yield Order(method="end_weights")
+        yield WorkerCall(method="take_weights", kwargs={"tensors": [list(asdict(place).values()) for place in portion]})
+    yield WorkerCall(method="end_weights")
 
 
 def read_part(reply: Any) -> Part:

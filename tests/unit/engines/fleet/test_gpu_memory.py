@@ -105,6 +105,13 @@ def test_what_the_driver_refuses_is_one_line_with_the_remedy(driver: Driver):
         gpu_memory.open_memory(handle)
 
 
+def test_memory_that_cannot_be_passed_on_is_freed(driver: Driver):
+    driver.failures["name"] = [999]
+    with pytest.raises(EngineError, match=r"cuIpcGetMemHandle.*--engine\.transfer files"):
+        gpu_memory.offer_memory(5, torch.device("cuda:0"))
+    assert driver.calls[-1] == ("free", ADDRESS)
+
+
 def test_memory_of_another_gpu_is_refused_by_name(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     handle = gpu_memory.offer_memory(100, torch.device("cuda:0")).handle
     monkeypatch.setattr(cohort_worker, "name_gpu", lambda: "GPU-8")
