@@ -179,31 +179,31 @@ class VllmDialect:
 
     async def load(self, calls: ServerCalls, folder: Path, label: str, seconds: float) -> str:
         """Holds all requests back, reloads, and lets them go on: they are computed again from their tokens."""
-        steps = [WorkerCall(method="reload_weights", kwargs={"weights_path": str(folder)})]
+        worker_calls = [WorkerCall(method="reload_weights", kwargs={"weights_path": str(folder)})]
         if self.has_extension:
-            steps.append(WorkerCall(method="pack_tied_head"))
+            worker_calls.append(WorkerCall(method="pack_tied_head"))
         advice = (
             f"It must be able to read {folder}; for a server on another machine name a folder that both see: "
             "--engine.folder."
         )
-        return await self._change_weights(calls, iter(steps), label, seconds, advice)
+        return await self._change_weights(calls, iter(worker_calls), label, seconds, advice)
 
     async def load_offered(self, calls: ServerCalls, offered: OfferedWeights, label: str, seconds: float) -> str:
         """Loads weights from memory of the GPU, as `load` does from a folder."""
         advice = "Let weights pass as files: --engine.transfer files."
-        return await self._change_weights(calls, list_steps(offered), label, seconds, advice)
+        return await self._change_weights(calls, list_worker_calls(offered), label, seconds, advice)
 
     async def _change_weights(
-        self, calls: ServerCalls, steps: Iterator[WorkerCall], label: str, seconds: float, advice: str
+        self, calls: ServerCalls, worker_calls: Iterator[WorkerCall], label: str, seconds: float, advice: str
     ) -> str:
         """Calls the workers while all requests are held back, and returns the label that the server reports.
 
-        A step is asked for when the one before is done. Raises EngineError, with advice, if one fails.
+        A call is asked for when the one before is done. Raises EngineError, with advice, if one fails.
         """
         await calls.order("/pause?mode=keep", {}, seconds, "to pause for new weights")
         try:
-            for step in steps:
-                body = {"method": step.method, "kwargs": step.kwargs}
+            for call in worker_calls:
+                body = {"method": call.method, "kwargs": call.kwargs}
                 await calls.order("/collective_rpc", body, seconds, "to load weights")
         except FailedCall as failed:
             # Requests stay held back: tokens of half-loaded weights would not be noticed.
@@ -213,7 +213,7 @@ class VllmDialect:
         return str(read_field(await calls.get("/weight_info", seconds, "to name its weights"), "weight_version"))
 
 
-def list_steps(offered: OfferedWeights) -> Iterator[WorkerCall]:
+def list_worker_calls(offered: OfferedWeights) -> Iterator[WorkerCall]:
     """Yields the calls that make vLLM's workers load offered weights: see `in_vllm`."""
     yield WorkerCall(method="begin_weights", kwargs=asdict(offered.handle))
     for portion in offered.portions:
