@@ -56,7 +56,7 @@ def test_the_server_listens_on_a_socket_of_this_user_alone(trained: Trained):
     assert isinstance(replica, ServerReplica) and isinstance(replica.source, Starter)
     folder = replica.source.folder
     assert folder is not None
-    for path in (folder.path, get_fleet(trained).folder.path):
+    for path in (folder.path, get_fleet(trained).transfer.path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_ISSOCK((folder.path / "socket").stat().st_mode)
 

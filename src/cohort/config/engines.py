@@ -12,9 +12,18 @@ ELSEWHERE = ("replicas", "patience", "restarts")
 # Settings of servers, and those of servers that Cohort starts.
 SERVED = ("urls", "folder", "patience", "restarts")
 STARTED = ("replicas", "tensor", "devices", "python", "memory")
+# Settings of engine processes on GPUs.
+ON_GPU = ("memory", "transfer")
 Replicas = Annotated[int, at_least(1), at_most(1_024)]
 Patience = Annotated[float, at_least(1), at_most(86_400)]
 Restarts = Annotated[int, at_least(0), at_most(10_000)]
+Memory = Annotated[float, at_least(0.01), at_most(1)]
+Transfer = Literal["auto", "files"]
+
+
+def names_gpu(devices: tuple[str, ...]) -> bool:
+    """Returns whether any of the devices that a user has named is a GPU."""
+    return any(name != "cpu" for name in devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +48,34 @@ class NativeEngine(Section):
     lost."""
     restarts: Restarts = 3
     """Times that lost engine processes are started again, together, before the run stops."""
+    memory: Memory = 0.4
+    """Share of the memory of its GPU that an engine process may use where it is not alone: beside the learner, or
+    beside another one."""
+    transfer: Transfer = "auto"
+    """How new weights get there: auto = through memory of the GPU where it is the learner's own, else as files; files =
+    always as files."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
-            (*ELSEWHERE, "devices"),
+            (*ELSEWHERE, "devices", *ON_GPU),
             ("place",),
             lambda engine: engine.place == "process",
             "the engine is in the process that trains; set --engine.place process",
+        ),
+        Effect(
+            ON_GPU,
+            ("devices",),
+            lambda engine: names_gpu(engine.devices),
+            "no engine process is on a GPU; name one, as in --engine.devices cuda:0",
         ),
     )
 
     @property
     def off_settings(self) -> frozenset[str]:
-        """The settings of engine processes, if there are none."""
-        return frozenset() if self.place == "process" else frozenset(("place", *ELSEWHERE, "devices"))
+        """The settings of engine processes, if there are none, and those of GPUs, if none of them is on one."""
+        if self.place == "here":
+            return frozenset(("place", *ELSEWHERE, "devices", *ON_GPU))
+        return frozenset() if names_gpu(self.devices) else frozenset(ON_GPU)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +84,7 @@ class ServedEngine(Section):
 
     slots: Slots = 256
     """Samples that are decoded at the same time, by each server."""
-    memory: Annotated[float, at_least(0.01), at_most(1)] = 0.8
+    memory: Memory = 0.8
     """Share of the GPU's memory that the engine reserves."""
     urls: tuple[str, ...] = ()
     """Addresses of servers that you have started, for all ranks in turn, such as http://localhost:8000 or
@@ -111,6 +134,9 @@ class VllmEngine(ServedEngine):
     place: Literal["here", "server"] = "here"
     """here = in the process that trains, which must be one; server = as servers, which Cohort starts, or those of
     engine.urls."""
+    transfer: Transfer = "auto"
+    """How new weights get to a server that Cohort starts: auto = through memory of the GPU where it is the learner's
+    own, else as files; files = always as files."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
@@ -120,12 +146,28 @@ class VllmEngine(ServedEngine):
             "vLLM is in the process that trains; set --engine.place server",
         ),
         _ARE_STARTED,
+        Effect(
+            ("transfer",),
+            ("place", "urls", "devices", "tensor"),
+            lambda engine: engine.passes_memory,
+            "no server that Cohort starts is on one GPU alone; name it, as in --engine.devices cuda:0",
+        ),
     )
 
     @property
     def is_served(self) -> bool:
         """Whether vLLM is a server. Addresses say so too."""
         return self.place == "server" or bool(self.urls)
+
+    @property
+    def passes_memory(self) -> bool:
+        """Whether weights might get to a server through memory of its GPU."""
+        return self.is_served and not self.urls and names_gpu(self.devices) and self.tensor == 1
+
+    @property
+    def off_settings(self) -> frozenset[str]:
+        """As of any server, and how weights get there if there is only one way."""
+        return super().off_settings | frozenset(() if self.passes_memory else ("transfer",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ class EngineModel:
     window: int | None = None  # most decode steps between two reports of an engine here; None = its usual number
     folder: Path | None = None  # the model's files, for engines that load it themselves
     tokenizer: Tokenizer | None = None
+    is_divided: bool = False  # whether ranks divide the decoder among them, and must read its weights together
     threads: int = 0  # of engines in other processes; 0 = they share the cores of the machine
     dtype: str = "auto"
     name: str = ""  # the server's name for the model
@@ -114,11 +115,12 @@ def _make_engine_processes(variant: variants.NativeEngine, model: EngineModel) -
         ProcessModel(
             folder=model.folder,
             dtype=str(model.decoder.embed.dtype).removeprefix("torch."),
-            device=model.decoder.embed.device.type,
+            device=str(model.decoder.embed.device),
             context=model.context,
             vocab_size=model.decoder.config.vocab_size,
             threads=model.threads,
             window=model.window,
+            is_divided=model.is_divided,
         ),
     )
 
@@ -133,11 +135,12 @@ def _make_servers(variant: variants.ServedEngine, model: EngineModel) -> Engine:
         ServedModel(
             folder=model.folder,
             dtype=model.dtype,
-            device="cpu" if decoder is None else decoder.embed.device.type,
+            device="cpu" if decoder is None else str(decoder.embed.device),
             context=model.context,
             vocab_size=model.tokenizer.vocab_size if decoder is None else decoder.config.vocab_size,
             threads=model.threads,
             decode=model.tokenizer.decode,
+            is_divided=model.is_divided,
         ),
     )
 

@@ -22,6 +22,7 @@ from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import Conversation, NativeEngine, RunConfig
 from cohort.engines.base import ComparableEngine, Engine, require_for_training
 from cohort.engines.factory import EngineModel, get_abilities, make_engine
+from cohort.engines.fleet.room import is_elsewhere, leave_room
 from cohort.engines.sync import Canary, WeightSync
 from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
@@ -37,6 +38,7 @@ from cohort.models.config import ModelConfig
 from cohort.models.device import choose_device, choose_dtype
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
+from cohort.ranks.agree import agree_on_errors
 from cohort.ranks.groups import GroupMover
 from cohort.ranks.join import join_ranks, leave_ranks
 from cohort.rollout.producer import Order, Producer
@@ -106,6 +108,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     tokenizer = Tokenizer.load(folder, config.date, read_template(config.template))
     sampling = make_sampling(config.sampling, tokenizer)
     algo = build_algorithm(config.algo, config.max_sampled_tokens)
+    agree_on_errors(grid.whole, lambda: leave_room(config.engine, device))
     learner = _make_learner(config, model, algo, device, grid)
     plan = learner.plan
     num_compared = config.algo.num_compared
@@ -123,6 +126,7 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
         reserve=0 if plan is None else plan.update,
         folder=folder,
         tokenizer=tokenizer,
+        is_divided=grid.tensor.size > 1 or learner.config.shard == "full",
         threads=config.threads,
         dtype=config.learner.dtype,
     )
@@ -249,7 +253,10 @@ def _estimate_demand(
         # Samples that are compared with each other are in one microbatch.
         longest=config.algo.num_compared * (prompt + new),
         batch_tokens=trained * (prompt + samples * new),
-        kv_tokens=sampled * prompt + min(sampled * samples, config.engine.slots) * new,
+        # An engine in another process has a share of its own.
+        kv_tokens=0
+        if is_elsewhere(config.engine)
+        else sampled * prompt + min(sampled * samples, config.engine.slots) * new,
         has_reference=has_reference,
         num_trained=None if adapters is None else adapters.num_params,
         frozen_bytes=0 if adapters is None else adapters.base_bytes,

@@ -15,7 +15,7 @@ from cohort.jobs.inputs import InputDigests
 from cohort.jobs.models import find_model
 from cohort.models.auto import AnyDecoder, AutoDecoder
 from cohort.models.decoder import Decoder
-from cohort.models.device import DTYPES
+from cohort.models.device import DTYPES, limit_memory
 from cohort.models.files import LoadedModel, digest_model, load_folder
 from cohort.models.lora import Adapters
 from cohort.models.peft import digest_adapters, load_adapters
@@ -37,6 +37,9 @@ def configure_torch(threads: int, device: torch.device) -> None:
     throttle_thread_spinning()
     # Equivalent to use_deterministic_algorithms(True), which would also import the compiler: a second at every start.
     torch.set_deterministic_debug_mode("error" if device.type == "cpu" else "default")
+    if device.type == "cuda":
+        # An earlier run of this process may have left a part of the memory to engines.
+        limit_memory(device, 1.0)
 
 
 def load_model(config: C, device: torch.device) -> tuple[Path, LoadedModel, C]:

@@ -230,8 +230,8 @@ class Sampler:
         with self.changed:
             self.changed.wait_for(lambda: self.dead or is_so())
 
-    def load(self, folder: Path, refuses_unknown: bool) -> None:
-        """Copies the tensors of a folder into the model. Raises LoadError, perhaps with some of them copied.
+    def load(self, source: Path | Iterable[tuple[str, Tensor]], refuses_unknown: bool) -> None:
+        """Copies tensors, or those of a folder, into the model. Raises LoadError, perhaps with some of them copied.
 
         A tensor that is missing is no error, as in the real servers. `refuses_unknown` makes one too many an error.
         """
@@ -243,7 +243,7 @@ class Sampler:
             views = dict(hf_views(self.decoder))
             names: set[str] = set()
             try:
-                for name, tensor in self._spoil(read_weights(folder)):
+                for name, tensor in self._spoil(read_weights(source) if isinstance(source, Path) else source):
                     if name in views:
                         view = views[name]
                         # Compared as stored: a view may have more axes, which another shape could fill too.

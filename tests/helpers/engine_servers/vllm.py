@@ -31,6 +31,7 @@ from tests.helpers.engine_servers.base import (
     serve_forever,
 )
 from tests.helpers.engine_servers.sampler import Draft, LoadError, Sampler, TokenScore, read_end_ids
+from tests.helpers.engine_servers.worker import WORKER_METHODS, StandInWorker
 
 VERSION = "0.32.0"
 DEAD = "the engine has met an error"
@@ -187,6 +188,7 @@ class VllmServer(StandIn):
             # The real one ends some time after its engine has died, with status 0.
             on_broken=lambda: threading.Timer(1.0, lambda: self.end(0)).start(),
         )
+        self.worker = StandInWorker(self.sampler)
         self.routes: dict[str, dict[str, Answer]] = {
             "/health": {"GET": self.answer_health},
             "/ping": {"GET": self.answer_health, "POST": self.answer_health},
@@ -461,6 +463,12 @@ class VllmServer(StandIn):
         given = body.get("kwargs", {})
         if body["method"] == "pack_tied_head" and self.args.worker_extension_cls == "cohort_worker.Extension":
             self.sampler.pack_head()
+            return {"results": [None] * self.args.tensor_parallel_size}
+        if body["method"] in WORKER_METHODS and self.args.worker_extension_cls == "cohort_worker.Extension":
+            try:
+                getattr(self.worker, body["method"])(**given)
+            except (LoadError, RuntimeError, TypeError) as e:
+                raise refuse(500, f"the call of the workers failed: {e}", "InternalServerError") from e
             return {"results": [None] * self.args.tensor_parallel_size}
         if body["method"] != "reload_weights" or not given.keys() <= {"weights_path", "is_checkpoint_format"}:
             raise refuse(500, f"workers have no {body['method']} with {sorted(given)}", "InternalServerError")

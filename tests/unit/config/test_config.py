@@ -759,7 +759,7 @@ FLAGS = """
 model steps seed threads template system device task turns algo engine reward.correct reward.format
 batch.prompts batch.samples sampling.max_tokens sampling.temperature sampling.top_p sampling.top_k sampling.min_p
 sampling.stop sampling.allow_truncation engine.slots engine.weights engine.place engine.replicas
-engine.devices engine.patience engine.restarts rollout.order eval.turns
+engine.devices engine.patience engine.restarts engine.memory engine.transfer rollout.order eval.turns
 scoring.workers scoring.concurrency scoring.seconds scoring.retries scoring.env scoring.sandbox
 algo.baseline algo.scale algo.aggregate algo.truncated algo.dead
 algo.entropy algo.entropy_target algo.kl.weight algo.kl.to algo.kl.estimator algo.kl.place algo.kl.target

@@ -7,7 +7,7 @@ at any moment: its process dies, or it says nothing for too long. Every call the
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +40,39 @@ class LoadedWeights:
 
     version: int
     checksums: dict[str, int] = field(default_factory=dict)  # by tensor; {} = the replica cannot compute them
+
+
+@record
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryHandle:
+    """Memory on a GPU that another process of this machine can open, as plain values."""
+
+    gpu: str  # the GPU's own id: its number is another one in a process that sees fewer of them
+    data: str  # what the driver calls the memory, in base64
+    num_bytes: int
+
+
+@record
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPlace:
+    """A tensor, and where it lies in such memory."""
+
+    name: str
+    dtype: str  # as torch calls it, such as "bfloat16"
+    shape: list[int]
+    offset: int = 0  # of its first byte
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfferedWeights:
+    """Weights that come through memory on a GPU, a portion at a time.
+
+    Asking for the next portion overwrites the one before: a replica must have copied it by then.
+    """
+
+    handle: MemoryHandle
+    tensors: list[TensorPlace]  # all that will come; their offsets say nothing
+    portions: Iterator[list[TensorPlace]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +113,12 @@ class Replica(Protocol):
         """Loads the weights in a folder as `version`, drops all cached KV, and says what it has then.
 
         Requests under way go on with the new weights. Raises another CohortError for weights that the model refuses.
+        """
+
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+        """Loads weights from memory on the GPU, as `load` does from a folder. The memory is closed at the end.
+
+        Only replicas on the learner's own GPU are asked for it.
         """
 
     def compute_logprobs(self, tokens: list[int]) -> list[float]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from cohort.engines.base import Abilities, ComparableEngine, Event, Request, Weights, WorkCounters
 from cohort.engines.fleet.base import Forgotten, LoadedWeights, News, NewsQueue, Order, Replica, ReplicaLost
-from cohort.engines.fleet.folder import WeightFolder
+from cohort.engines.fleet.transfer import Transfer, find_difference
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
 from cohort.errors import CohortError, EngineError
 from cohort.types import Finish, Sample
@@ -52,7 +52,7 @@ class FleetLimits:
 class Fleet:
     """An engine of replicas, all of which have the same model. `name` is what evaluations record of it.
 
-    `news` is the queue that the replicas report through. `folder` is where they find new weights. All replicas are
+    `news` is the queue that the replicas report through. `transfer` brings new weights to them. All replicas are
     started at once; the first error of one is raised.
     """
 
@@ -61,14 +61,14 @@ class Fleet:
         name: str,
         replicas: Sequence[Replica],
         news: NewsQueue,
-        folder: WeightFolder,
+        transfer: Transfer,
         limits: FleetLimits,
         abilities: Abilities,
     ) -> None:
         self.name = name
         self.abilities = abilities
         self.version = 0
-        self.folder = folder
+        self.transfer = transfer
         self.limits = limits
         self.num_restarts = 0
         self.late_proof: Callable[[ComparableEngine], object] | None = None  # None = not proved yet
@@ -161,18 +161,18 @@ class Fleet:
             self._orders.append(Forgotten(id=id))
 
     def load(self, weights: Weights, version: int) -> None:
-        """Writes the weights to the folder, and makes all replicas load them, side by side.
+        """Makes all replicas load the weights, side by side.
 
         Version, names and checksums are compared. Requests under way go on with the new weights. Raises EngineError if
         a replica has something else than was sent.
         """
         if self._closed:
             raise closed_engine_error(self.name)
-        # A replica that is being started reads the folder.
+        # A replica that is being started loads the weights before.
         self._wait_for_starters()
         self.late_proof = None
         self._homes.clear()
-        self.folder.write(weights, version)
+        self.transfer.offer(weights, version)
         self._run_on_ready(lambda post: self._load_into(post.replica))
         self._wait_for_starters()
         self.version = version
@@ -192,7 +192,10 @@ class Fleet:
         return [found[id(post)] for post in self._posts]
 
     def close(self) -> None:
-        """Ends all replicas and removes the folder. A later `submit` raises EngineError. A second call does nothing."""
+        """Ends all replicas, and lets go of the weights. A later `submit` raises EngineError.
+
+        A second call does nothing.
+        """
         if self._closed:
             return
         self._closed = True
@@ -201,7 +204,7 @@ class Fleet:
         for post in self._posts:
             post.owned = {}
         self._run_on_all(lambda post: post.replica.end())
-        self.folder.close()
+        self.transfer.close()
 
     # ---- requests
 
@@ -305,7 +308,7 @@ class Fleet:
     def _replace(self, post: Post, reason: str) -> None:
         """Begins to start a lost replica again, and puts its requests back into the queue.
 
-        Raises EngineError if the budget is used up.
+        Raises EngineError if the budget is used up, or the current weights cannot be kept for it.
         """
         if not post.is_ready:
             return
@@ -315,6 +318,8 @@ class Fleet:
         # In front, in the order in which they came. The KV of the turns before is gone.
         self._orders[:0] = [replace(r, continues="") if r.continues else r for r in requests]
         self._count_restart(post, reason, len(requests))
+        # It starts in its own time, and the learner does not wait for it.
+        self.transfer.keep()
         post.starter = threading.Thread(target=self._start_again, args=(post,), daemon=True)
         post.starter.start()
 
@@ -342,7 +347,7 @@ class Fleet:
                 if self._closed:
                     post.replica.end()
                     return
-                if self.folder.version >= 0:
+                if self.transfer.version >= 0:
                     self._load_into(post.replica)
                 if self.late_proof is not None:
                     self.late_proof(OneReplica(replica=post.replica))
@@ -374,19 +379,19 @@ class Fleet:
         self._collect_starters()
 
     def _load_into(self, replica: Replica) -> None:
-        """Makes a replica load the weights in the folder, and compares what it says of them."""
-        loaded = replica.load(self.folder.path, self.folder.version)
+        """Makes a replica load the current weights, and compares what it says of them."""
+        loaded = self.transfer.load_into(replica)
         if fault := self._find_wrong_load(loaded):
             raise EngineError(
-                f"version {self.folder.version} of the weights did not arrive whole in {replica.where}: {fault}. "
+                f"version {self.transfer.version} of the weights did not arrive whole in {replica.where}: {fault}. "
                 "Continue from the last checkpoint with another engine: cohort resume RUN --engine native."
             )
 
     def _find_wrong_load(self, loaded: LoadedWeights) -> str:
         """Returns what is wrong with weights that a replica has loaded; "" = nothing that it can tell."""
-        if loaded.version != self.folder.version:
+        if loaded.version != self.transfer.version:
             return f"it has version {loaded.version}"
-        return self.folder.check_loaded(loaded.checksums) if loaded.checksums else ""
+        return find_difference(self.transfer.checksums, loaded.checksums) if loaded.checksums else ""
 
     def _run_on_ready(self, call: Callable[[Post], None], posts: Sequence[Post] = ()) -> None:
         """Calls a function for every replica that is ready, side by side. Those that are lost are replaced.

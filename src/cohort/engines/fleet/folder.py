@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from cohort.engines.base import Weights
+from cohort.engines.fleet.base import LoadedWeights, Replica
 from cohort.engines.fleet.checksum import compute_checksum
 from cohort.errors import EngineError
 from cohort.models.files import find_weight_files, read_tensors
@@ -102,13 +103,16 @@ class WeightFolder:
             if source.is_file():
                 shutil.copyfile(source, self.path / name)
 
-    def check_loaded(self, loaded: Mapping[str, int]) -> str:
-        """Returns what is wrong with the checksums that an engine computed of its own tensors; "" = nothing."""
-        for names, words in ((self.checksums.keys() - loaded, "lacks"), (loaded.keys() - self.checksums, "has also")):
-            if names:
-                return f"it {words} {len(names)} tensors, {min(names)} among them"
-        wrong = sorted(name for name, value in loaded.items() if value != self.checksums[name])
-        return f"{len(wrong)} tensors have other numbers, {wrong[0]} among them" if wrong else ""
+    def offer(self, weights: Weights, version: int) -> None:
+        """Makes these weights the current ones. See `Transfer`."""
+        self.write(weights, version)
+
+    def load_into(self, replica: Replica) -> LoadedWeights:
+        """Makes a replica load the weights in the folder, and returns what it has then."""
+        return replica.load(self.path, self.version)
+
+    def keep(self) -> None:
+        """Does nothing: the folder has the current weights until the next ones."""
 
     def close(self) -> None:
         """Removes the folder. A second call does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cohort.engines.fleet.base import NewsQueue
 from cohort.engines.fleet.engine import Fleet, FleetLimits
 from cohort.engines.fleet.folder import WeightFolder
 from cohort.engines.fleet.process import ProcessReplica
+from cohort.engines.fleet.transfer import choose_transfer
 from cohort.engines.fleet.wire import EngineHello
 from cohort.errors import ConfigError
 from cohort.ranks.environment import count_local_ranks, is_rank, read_place
@@ -27,11 +29,12 @@ class ProcessModel:
 
     folder: Path
     dtype: str
-    device: str  # "cpu" or "cuda": where the run is
+    device: str  # where the run is: "cpu", or "cuda:N"
     context: int
     vocab_size: int
     threads: int  # of each process; 0 = the cores of this machine divided among all engine processes
     window: int | None  # most decode steps between two reports; None = the engine's usual number
+    is_divided: bool = False  # whether ranks divide the learner's model among them
 
 
 def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
@@ -55,6 +58,7 @@ def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
                 context=model.context,
                 weights=variant.weights,
                 window=model.window,
+                memory=1.0 if is_alone(device, variant.devices, list_learners(model.device)) else variant.memory,
             ),
             news,
             variant.patience,
@@ -63,7 +67,18 @@ def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
         for n, device in enumerate(devices)
     ]
     limits = FleetLimits(context=model.context, vocab_size=model.vocab_size, restarts=variant.restarts)
-    return Fleet("native", replicas, news, WeightFolder(), limits, ABILITIES)
+    transfer = choose_transfer(variant.transfer, WeightFolder(), devices, model.device, model.is_divided)
+    return Fleet("native", replicas, news, transfer, limits, ABILITIES)
+
+
+def list_learners(device: str) -> list[str]:
+    """Returns where the learners of this machine are, of all ranks. `device` is where that of this process is."""
+    return [f"cuda:{n}" for n in range(count_local_ranks())] if is_rank() and device != "cpu" else [device]
+
+
+def is_alone(device: str, given: Sequence[str], learners: Sequence[str]) -> bool:
+    """Returns whether an engine has its device for itself: no other one of the devices `given`, and no learner."""
+    return device == "cpu" or (given.count(device) == 1 and device not in learners)
 
 
 def count_threads(given: int, num: int) -> int:
@@ -89,13 +104,13 @@ def choose_devices(given: tuple[str, ...], num: int, device: str, rank: int, num
     if not given:
         if device != "cpu":
             raise ConfigError(
-                "engines elsewhere need GPUs of their own, because that of the run has no room to spare: name them, as "
-                "in --engine.devices cuda:1 cuda:2."
+                "engines elsewhere need GPUs: name them, as in --engine.devices cuda:1 cuda:2. The run's own may be "
+                "among them; --engine.memory is then the engine's share of its memory."
             )
         return ["cpu"] * num
     for name in given:
         kind, _, index = name.partition(":")
-        if name != "cpu" and not (kind == "cuda" and index.isdecimal()):
+        if name != "cpu" and not (kind == "cuda" and index.isdecimal() and index == str(int(index))):
             raise ConfigError(f'engine.devices has "{name}"; write cpu, or cuda:N with the number of a GPU.')
     if len(given) != num * num_ranks:
         raise ConfigError(

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from cohort import errors
 from cohort.engines.base import WorkCounters
-from cohort.engines.fleet.base import LoadedWeights, News, NewsQueue, Order, ReplicaLost
+from cohort.engines.fleet.base import LoadedWeights, News, NewsQueue, OfferedWeights, Order, ReplicaLost
 from cohort.engines.fleet.wire import (
     EngineCall,
     EngineHello,
@@ -36,6 +36,8 @@ from cohort.system.process import describe_exit
 from cohort.types import Sample
 
 log = logging.getLogger(__name__)
+
+PROGRAM = "cohort.engines.fleet.worker"  # what an engine process runs
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +87,7 @@ class ProcessReplica:
         printed = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         guard = subprocess.Popen(
             [
-                *(sys.executable, "-m", "cohort.engines.fleet.worker"),
+                *(sys.executable, "-m", PROGRAM),
                 *map(str, (theirs.fileno(), lifeline, os.getpid())),
             ],
             stdin=subprocess.DEVNULL,
@@ -119,6 +121,15 @@ class ProcessReplica:
     def load(self, folder: Path, version: int) -> LoadedWeights:
         """Loads the weights in a folder, and returns the checksums of what the process has then."""
         found: LoadedWeights = self._call("to load weights", what="load", folder=str(folder), version=version)
+        return found
+
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+        """Loads weights from memory of the GPU, and returns the checksums of what the process has then."""
+        self._call("to open the memory with new weights", what="open", memory=offered.handle, tensors=offered.tensors)
+        for portion in offered.portions:
+            # The reply says that it has copied them: the next portion takes their place.
+            self._call("to copy new weights", what="copy", tensors=portion)
+        found: LoadedWeights = self._call("to load weights", what="finish", version=version)
         return found
 
     def compute_logprobs(self, tokens: list[int]) -> list[float]:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from cohort.engines.factory import EngineModel, make_engine
 from cohort.engines.fleet.base import Forgotten, LoadedWeights
 from cohort.engines.fleet.checksum import compute_checksum
 from cohort.engines.fleet.folder import FileWeights
+from cohort.engines.fleet.incoming import IncomingWeights
 from cohort.engines.fleet.wire import (
     BEAT_SECONDS,
     EngineCall,
@@ -34,10 +35,9 @@ from cohort.engines.fleet.wire import (
     send_message,
 )
 from cohort.engines.weights import copy_weights
-from cohort.errors import CohortError, ModelError, shorten_error
+from cohort.errors import CohortError, shorten_error
 from cohort.models.auto import AnyDecoder
-from cohort.models.decoder import Decoder
-from cohort.models.device import DTYPES
+from cohort.models.device import DTYPES, limit_memory
 from cohort.models.files import load_folder
 from cohort.models.functions import multiply_wide
 from cohort.models.shards import TensorSpec
@@ -68,6 +68,7 @@ class EngineServer:
         self.connection = connection
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages in the order of their arrival; None = end
         self.warnings: list[str] = []
+        self.incoming: IncomingWeights | None = None  # weights that come through memory of the GPU now
         self.engine: Engine
         self.decoder: AnyDecoder
         self._last_sent = 0.0
@@ -92,6 +93,8 @@ class EngineServer:
         torch.set_num_threads(hello.threads)
         throttle_thread_spinning()
         torch.set_deterministic_debug_mode("error" if hello.device == "cpu" else "default")
+        if hello.memory < 1:
+            limit_memory(torch.device(hello.device, 0), hello.memory)
         loaded = load_folder(hello.folder, DTYPES[hello.dtype])
         self.decoder = loaded.decoder.to(hello.device)
         self.decoder.requires_grad_(False)
@@ -114,7 +117,8 @@ class EngineServer:
         """Handles what has arrived. Waits for a message if the engine has nothing to do. Returns False at the end."""
         while True:
             try:
-                message = self.inbox.get(block=self.engine.idle)
+                # An engine with some of the new weights makes no step.
+                message = self.inbox.get(block=self.engine.idle or self.incoming is not None)
             except queue.Empty:
                 return True
             if message is None:
@@ -135,10 +139,16 @@ class EngineServer:
 
     def _answer(self, call: EngineCall) -> None:
         """Does what a call asks for, and sends the reply."""
+        functions: dict[str, Callable[[EngineCall], Any]] = {
+            "abort": self._abort,
+            "load": self._load_weights,
+            "open": self._open_memory,
+            "copy": self._copy_portion,
+            "finish": self._finish_load,
+            "logprobs": self._compute_logprobs,
+        }
         try:
-            value = {"abort": self._abort, "load": self._load_weights, "logprobs": self._compute_logprobs}[call.what](
-                call
-            )
+            value = functions[call.what](call)
         except Exception as error:
             self._send(describe_error(call.number, error))
             return
@@ -155,8 +165,32 @@ class EngineServer:
 
     def _load_weights(self, call: EngineCall) -> LoadedWeights:
         """Loads the weights in a folder. Returns their version, and the checksums of what the model has then."""
-        copy_from_files(FileWeights(Path(call.folder)), self.decoder)
-        self.engine.load(OwnWeights(self.decoder), call.version)
+        copy_weights(FileWeights(Path(call.folder)), self.decoder)
+        return self._use_weights(call.version)
+
+    def _open_memory(self, call: EngineCall) -> None:
+        """Opens the memory through which new weights come."""
+        assert call.memory is not None
+        if self.incoming is not None:
+            # That load failed halfway.
+            self.incoming.close()
+        self.incoming = IncomingWeights(call.memory, call.tensors, self.decoder)
+
+    def _copy_portion(self, call: EngineCall) -> None:
+        """Copies the tensors that are in the memory now."""
+        assert self.incoming is not None
+        self.incoming.copy(call.tensors)
+
+    def _finish_load(self, call: EngineCall) -> LoadedWeights:
+        """Closes the memory, and uses the weights that came through it. Returns what `_load_weights` does."""
+        assert self.incoming is not None
+        incoming, self.incoming = self.incoming, None
+        incoming.finish()
+        return self._use_weights(call.version)
+
+    def _use_weights(self, version: int) -> LoadedWeights:
+        """Makes the engine sample from what the decoder has now. Returns version and checksums."""
+        self.engine.load(OwnWeights(self.decoder), version)
         checksums = {name: compute_checksum(tensor) for name, tensor in self.decoder.named_weights()}
         return LoadedWeights(version=self.engine.version, checksums=checksums)
 
@@ -188,21 +222,6 @@ class EngineServer:
             send_message(self.connection, message)
         except OSError:
             raise SystemExit(0) from None
-
-
-@torch.no_grad()
-def copy_from_files(weights: FileWeights, decoder: AnyDecoder) -> None:
-    """Copies weights into a decoder, by name. Raises ModelError for a tensor that does not fit or is missing."""
-    if isinstance(decoder, Decoder):
-        copy_weights(weights, decoder)
-        return
-    targets = dict(decoder.named_weights())
-    for name, tensor in weights:
-        if name not in targets or targets[name].shape != tensor.shape or targets[name].dtype != tensor.dtype:
-            raise ModelError(f'the new weights have a tensor "{name}" that does not fit the model of the engine.')
-        targets.pop(name).copy_(tensor)
-    if targets:
-        raise ModelError(f"the new weights lack {len(targets)} tensors, {min(targets)} among them.")
 
 
 class _WarningCollector(logging.Handler):

@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cohort.engines.base import Request, WorkCounters
-from cohort.engines.fleet.base import LoadedWeights, News, NewsQueue, Order, ReplicaLost
+from cohort.engines.fleet.base import LoadedWeights, News, NewsQueue, OfferedWeights, Order, ReplicaLost
 from cohort.engines.fleet.calls import Address, FailedCall, ServerCalls
 from cohort.engines.fleet.dialect import Dialect, Question, ServerSettings, warn_untried
 from cohort.engines.fleet.program import ServerProgram
 from cohort.engines.fleet.session import Session
+from cohort.engines.fleet.vllm_server import VllmDialect
 from cohort.errors import CohortError, ConfigError
 from cohort.system.private_folder import PrivateFolder
 from cohort.types import Sample, Sampling
@@ -150,8 +152,18 @@ class ServerReplica:
 
     def load(self, folder: Path, version: int) -> LoadedWeights:
         """Loads the weights in a folder. Servers compute no checksums that could be compared."""
+        return self._load(partial(self.dialect.load, folder=folder), version)
+
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+        """Loads weights from memory of the GPU, which only servers of vLLM can that Cohort has started."""
+        assert isinstance(self.dialect, VllmDialect)
+        return self._load(partial(self.dialect.load_offered, offered=offered), version)
+
+    def _load(self, load: Callable[..., Awaitable[str]], version: int) -> LoadedWeights:
+        """Loads weights by a call of the dialect, which is given what it still needs."""
         session = self._require_session()
-        return LoadedWeights(version=session.run(session.load(folder, version)))
+        order = partial(load, session.calls, seconds=self.settings.patience)
+        return LoadedWeights(version=session.run(session.load(lambda label: order(label=label), version)))
 
     def compute_logprobs(self, tokens: list[int]) -> list[float]:
         """Returns the log-probability of every token after the first, at temperature 1, with the current weights."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.config.engines import ServedEngine
+from cohort.config.engines import ServedEngine, VllmEngine
 from cohort.engines.base import Abilities
 from cohort.engines.fleet.base import NewsQueue
 from cohort.engines.fleet.calls import Address, read_address
@@ -20,6 +20,7 @@ from cohort.engines.fleet.folder import WeightFolder
 from cohort.engines.fleet.native import count_threads, divide_devices, show_devices
 from cohort.engines.fleet.server import ServerReplica, SessionSettings, Starter
 from cohort.engines.fleet.sglang_server import SglangDialect
+from cohort.engines.fleet.transfer import choose_transfer
 from cohort.engines.fleet.vllm_server import VllmDialect
 from cohort.engines.site import read_api_key
 from cohort.errors import ConfigError
@@ -39,11 +40,12 @@ class ServedModel:
 
     folder: Path
     dtype: str
-    device: str  # "cpu" or "cuda": where the run is
+    device: str  # where the run is: "cpu", or "cuda:N"
     context: int
     vocab_size: int
     threads: int  # of each server on a CPU; 0 = the cores of this machine divided among all servers
     decode: Callable[[list[int]], str]
+    is_divided: bool = False  # whether ranks divide the learner's model among them
 
 
 def make_server_fleet(name: str, variant: ServedEngine, model: ServedModel) -> Fleet:
@@ -54,7 +56,12 @@ def make_server_fleet(name: str, variant: ServedEngine, model: ServedModel) -> F
     """
     addresses = divide_addresses(variant.urls)
     devices = [] if addresses else divide_devices(variant.devices, variant.replicas * variant.tensor, model.device)
-    dialect: Dialect = VllmDialect(has_extension="cpu" in devices) if name == "vllm" else SglangDialect()
+    side_files = {file: model.folder / file for file in SIDE_FILES}
+    folder = WeightFolder(side_files=side_files, parent=find_parent(variant.folder))
+    wish = variant.transfer if isinstance(variant, VllmEngine) and variant.passes_memory else "files"
+    transfer = choose_transfer(wish, folder, devices, model.device, model.is_divided)
+    has_extension = "cpu" in devices or transfer is not folder
+    dialect: Dialect = VllmDialect(has_extension) if name == "vllm" else SglangDialect()
     settings = SessionSettings(
         context=model.context,
         slots=variant.slots,
@@ -65,10 +72,8 @@ def make_server_fleet(name: str, variant: ServedEngine, model: ServedModel) -> F
     sources: Sequence[Starter | Address] = addresses or make_starters(dialect, variant, model, devices)
     news = NewsQueue()
     replicas = [ServerReplica(n, dialect, source, settings, news) for n, source in enumerate(sources)]
-    side_files = {file: model.folder / file for file in SIDE_FILES}
-    folder = WeightFolder(side_files=side_files, parent=find_parent(variant.folder))
     limits = FleetLimits(context=model.context, vocab_size=model.vocab_size, restarts=variant.restarts)
-    return Fleet(name, replicas, news, folder, limits, ABILITIES)
+    return Fleet(name, replicas, news, transfer, limits, ABILITIES)
 
 
 def find_parent(folder: str) -> Path | None:

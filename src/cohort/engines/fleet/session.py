@@ -10,12 +10,11 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from cohort.engines.base import Request
@@ -194,16 +193,17 @@ class Session:
                 missed = 0
                 self.last_heard = time.monotonic()
 
-    async def load(self, folder: Path, version: int) -> int:
-        """Loads the weights in a folder, and returns the version of those that the server reports then.
+    async def load(self, load: Callable[[str], Awaitable[str]], version: int) -> int:
+        """Loads weights by a call of the dialect, and returns the version of those that the server reports then.
 
-        Requests under way go on with them. Raises EngineError if the server does not take them, or reports others.
+        `load` is given the label of the weights, and returns the one that the server reports. Requests under way go on
+        with the new weights. Raises EngineError if the server does not take them, or reports others.
         """
         label = f"{self._label_prefix}{version}"
         self._own_labels[label] = version
         self._may_ask.clear()
         try:
-            found = await self.dialect.load(self.calls, folder, label, self.patience)
+            found = await load(label)
             self._version = version
         finally:
             self._may_ask.set()

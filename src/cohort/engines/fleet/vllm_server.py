@@ -9,11 +9,13 @@ those at the request's temperature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cohort.engines.fleet import in_vllm
+from cohort.engines.fleet.base import OfferedWeights
 from cohort.engines.fleet.calls import FailedCall, RefusedCall, ServerCalls
 from cohort.engines.fleet.dialect import (
     Part,
@@ -31,16 +33,25 @@ from cohort.errors import EngineError
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
 # vLLM puts this before the id of a request.
 ID_PREFIX = "generate-tokens-"
-# The class of `in_vllm`, as servers that Cohort starts on a CPU import it.
+# The class of `in_vllm`, as servers that Cohort starts import it.
 EXTENSION = "cohort_worker.Extension"
 # A CPU takes a share of the whole memory for KV otherwise, in GiB.
 CPU_KV_GIB = "1"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerCall:
+    """A call of a method that vLLM's workers have."""
+
+    method: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
 class VllmDialect:
     """vLLM's server, 0.27 or newer: older ones do not say which weights drew a token.
 
-    `has_extension` says that its workers have the methods of `in_vllm`, which a server on a CPU needs.
+    `has_extension` says that its workers have the methods of `in_vllm`. A server on a CPU needs them, and one that gets
+    weights through memory of its GPU.
     """
 
     name = "vllm"
@@ -168,21 +179,46 @@ class VllmDialect:
 
     async def load(self, calls: ServerCalls, folder: Path, label: str, seconds: float) -> str:
         """Holds all requests back, reloads, and lets them go on: they are computed again from their tokens."""
+        worker_calls = [WorkerCall(method="reload_weights", kwargs={"weights_path": str(folder)})]
+        if self.has_extension:
+            worker_calls.append(WorkerCall(method="pack_tied_head"))
+        advice = (
+            f"It must be able to read {folder}; for a server on another machine name a folder that both see: "
+            "--engine.folder."
+        )
+        return await self._change_weights(calls, iter(worker_calls), label, seconds, advice)
+
+    async def load_offered(self, calls: ServerCalls, offered: OfferedWeights, label: str, seconds: float) -> str:
+        """Loads weights from memory of the GPU, as `load` does from a folder."""
+        advice = "Let weights pass as files: --engine.transfer files."
+        return await self._change_weights(calls, list_worker_calls(offered), label, seconds, advice)
+
+    async def _change_weights(
+        self, calls: ServerCalls, worker_calls: Iterator[WorkerCall], label: str, seconds: float, advice: str
+    ) -> str:
+        """Calls the workers while all requests are held back, and returns the label that the server reports.
+
+        A call is asked for when the one before is done. Raises EngineError, with advice, if one fails.
+        """
         await calls.order("/pause?mode=keep", {}, seconds, "to pause for new weights")
-        order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
-            await calls.order("/collective_rpc", order, seconds, "to load weights")
-            if self.has_extension:
-                await calls.order("/collective_rpc", {"method": "pack_tied_head"}, seconds, "to load the head")
+            for call in worker_calls:
+                body = {"method": call.method, "kwargs": call.kwargs}
+                await calls.order("/collective_rpc", body, seconds, "to load weights")
         except FailedCall as failed:
             # Requests stay held back: tokens of half-loaded weights would not be noticed.
-            raise EngineError(
-                f"vLLM's server {calls.address} {failed}. It must be able to read {folder}; for a server on another "
-                "machine name a folder that both see: --engine.folder."
-            ) from failed
+            raise EngineError(f"vLLM's server {calls.address} {failed}. {advice}") from failed
         await calls.order("/update_weight_version", {"new_version": label}, seconds, "to label its weights")
         await calls.order("/resume", {}, seconds, "to go on with new weights")
         return str(read_field(await calls.get("/weight_info", seconds, "to name its weights"), "weight_version"))
+
+
+def list_worker_calls(offered: OfferedWeights) -> Iterator[WorkerCall]:
+    """Yields the calls that make vLLM's workers load offered weights: see `in_vllm`."""
+    yield WorkerCall(method="begin_weights", kwargs=asdict(offered.handle))
+    for portion in offered.portions:
+        yield WorkerCall(method="take_weights", kwargs={"tensors": [list(asdict(place).values()) for place in portion]})
+    yield WorkerCall(method="end_weights")
 
 
 def read_part(reply: Any) -> Part:

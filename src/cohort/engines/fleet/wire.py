@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cohort.engines.base import Request, WorkCounters
-from cohort.engines.fleet.base import Forgotten
+from cohort.engines.fleet.base import Forgotten, MemoryHandle, TensorPlace
 from cohort.serialize import dumps, loads, record
 from cohort.types import Sample
 
@@ -33,6 +33,7 @@ class EngineHello:
     context: int
     weights: Literal["shared", "packed", "fp16"]
     window: int | None
+    memory: float = 1.0  # share of its GPU's memory that it may use
 
 
 @record
@@ -49,10 +50,13 @@ class EngineCall:
     """A call that is answered by an `EngineReply` with the same number."""
 
     number: int
-    what: Literal["abort", "load", "logprobs"]
+    # Weights come from a folder (load), or through memory of the GPU (open, then copy for each portion, then finish).
+    what: Literal["abort", "load", "open", "copy", "finish", "logprobs"]
     id: str = ""  # of the request to abort
     folder: str = ""  # with the weights to load
     version: int = 0
+    memory: MemoryHandle | None = None  # to open
+    tensors: list[TensorPlace] = field(default_factory=list)  # that will come (open), or are in the memory (copy)
     tokens: list[int] = field(default_factory=list)
 
 

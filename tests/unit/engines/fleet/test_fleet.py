@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cohort.engines.base import Abilities, Request, WorkCounters, sample
-from cohort.engines.fleet.base import Forgotten, LoadedWeights, News, NewsQueue, Order, ReplicaLost
+from cohort.engines.fleet.base import Forgotten, LoadedWeights, News, NewsQueue, OfferedWeights, Order, ReplicaLost
 from cohort.engines.fleet.engine import Fleet, FleetLimits
 from cohort.engines.fleet.folder import WeightFolder
 from cohort.errors import CohortError, ConfigError, EngineError, ModelError
@@ -78,6 +78,9 @@ class FakeReplica:
         self.note("load")
         self.version = version
         return LoadedWeights(version=version, checksums=dict(self.weights.checksums))
+
+    def load_offered(self, offered: OfferedWeights, version: int) -> LoadedWeights:
+        raise AssertionError("the fleet has a folder")
 
     def compute_logprobs(self, tokens: list[int]) -> list[float]:
         self.note("logprobs")

@@ -40,21 +40,10 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype):
         found = dict(FileWeights(weights.path))
         expected = dict(decoder.named_weights())
         assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
-        assert weights.version == version and weights.check_loaded(weights.checksums) == ""
+        assert weights.version == version and weights.checksums.keys() == expected.keys()
     weights.close()
     weights.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_change_on_the_way_is_named(tmp_path: Path):
-    weights = WeightFolder(parent=tmp_path)
-    weights.write(LiveWeights(small_decoder()), 0)
-    good = weights.checksums
-    first, *_, last = sorted(good)
-    assert "1 tensors have other numbers, " + first in weights.check_loaded(good | {first: good[first] ^ 1})
-    assert f"lacks 1 tensors, {last}" in weights.check_loaded({n: v for n, v in good.items() if n != last})
-    assert "has also 1 tensors, odd" in weights.check_loaded(good | {"odd": 3})
-    weights.close()
 
 
 def test_the_folder_is_for_this_user_alone_and_has_the_side_files(tmp_path: Path):

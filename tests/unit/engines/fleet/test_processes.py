@@ -114,7 +114,7 @@ def test_new_weights_are_used_and_proved(tmp_path: Path):
         prompt = next(r for r in make_requests(3) if r.id == id).tokens
         assert s.versions == [(0, 3)]
         assert s.sampler_logprobs == pytest.approx(naive_logprobs(learner, prompt, s.tokens).tolist(), abs=1e-4)
-    assert stat.S_IMODE(fleet.folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(fleet.transfer.path.stat().st_mode) == 0o700
 
 
 def compute(decoder: Decoder, tokens: list[int]) -> list[float]:
@@ -197,7 +197,7 @@ def test_a_process_that_dies_or_hangs_is_started_again(how: signal.Signals, capl
             assert first not in list_children(os.getpid())
     finally:
         fleet.close()
-    assert not fleet.folder.version >= 0
+    assert not fleet.transfer.version >= 0
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_closing_leaves_no_process_and_no_folder():
     fleet = make_fleet(shared_folder())
     pid = find_process(fleet)
     fleet.load(LiveWeights(load_decoder(shared_folder())), 1)
-    path = fleet.folder.path
+    path = fleet.transfer.path
     fleet.close()
     assert not path.exists()
     with pytest.raises(ProcessLookupError):

@@ -23,8 +23,10 @@ class MemorySplit:
 
 
 def measure_usable_bytes(device: torch.device) -> int:
-    """Returns how many bytes this process could allocate on a GPU now."""
-    free, _ = torch.cuda.mem_get_info(device)
+    """Returns how many bytes this process could allocate on a GPU now, within the limit that it has."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    free = min(free, max(0, int(limit) - torch.cuda.memory_reserved(device)))
     # Freed tensors stay in torch's cache and can be used again, except for splinters of blocks that are in use.
     stats = torch.cuda.memory_stats(device)
     cached = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
