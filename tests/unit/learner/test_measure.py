@@ -1,4 +1,4 @@
-"""What a learner measures without training: on a GPU each tensor of a microbatch is copied there once, by the backend."""
+"""What a learner measures without training: on a GPU the backend copies a microbatch there, and nobody else."""
 
 from __future__ import annotations
 
