@@ -39,6 +39,7 @@ import copy
 import gc
 import json
 import math
+import os
 import platform
 import random
 import resource
@@ -219,7 +220,6 @@ def measure_cohort(job: Job) -> Iterator[Result]:
 
 def compute_limit(job: Job, decoder: Any) -> tuple[float, float]:
     """Returns the least seconds of one forward pass over a step, and the measured operations per second."""
-    from cohort.inspect.bench import measure as bench
     from cohort.models import limits
 
     shape = limits.BatchShape(prompts=job.size, samples=2, prompt_tokens=job.prompt, completion_tokens=job.answer)
@@ -230,8 +230,10 @@ def compute_limit(job: Job, decoder: Any) -> tuple[float, float]:
             prompts=len(lengths), samples=1, prompt_tokens=1, completion_tokens=max(lengths), lengths=lengths
         )
     flops = limits.count_forward_flops(decoder.config, shape)
-    seconds = bench._compute_arithmetic_limit(decoder, flops).seconds
-    return seconds, flops / seconds
+    dtype = decoder.embed.dtype
+    on_gpu = decoder.embed.is_cuda
+    rate = limits.measure_gpu_rates(dtype).flops if on_gpu else limits.measure_matmul_rate(dtype=dtype)
+    return flops / rate, rate
 
 
 def train_cohort(job: Job, decoder: Any) -> Result:
@@ -243,10 +245,9 @@ def train_cohort(job: Job, decoder: Any) -> Result:
     from cohort.config.preferences import Sigmoid
     from cohort.config.schema import LearnerConfig, OptimConfig
     from cohort.data.pack import make_batch
-    from cohort.jobs.reference import compute_reference
     from cohort.learner.local import LocalLearner
     from cohort.loops.dpo import make_pair_batch
-    from cohort.loops.learning import annotate, store_update
+    from cohort.loops.learning import annotate, store_logprobs, store_update
     from cohort.types import Provenance
 
     has_reference = job.kind == "dpo" and not job.stored
@@ -259,8 +260,9 @@ def train_cohort(job: Job, decoder: Any) -> Result:
     )
     steps = [make_groups(job, step) for step in range(job.steps + 1)]
     plan_memory(job, learner, max(count_tokens(group) for groups in steps for group in groups), has_reference)
-    if job.stored:
-        compute_reference(learner, steps)
+    for groups in steps if job.stored else []:
+        # Before training the policy is the reference.
+        store_logprobs(groups, "ref_logprobs", learner.annotate(groups, {"old"}, Provenance.TARGET).old)
     loss = PreferenceLoss(Sigmoid(beta=BETA))
     result = Result(kind=job.kind, side="Cohort", setting=f"{learner.token_budget} tokens per microbatch")
     result.numbers = "bf16" if job.device == "cuda" else "fp32"
@@ -286,24 +288,31 @@ def train_cohort(job: Job, decoder: Any) -> Result:
 
 
 def make_groups(job: Job, step: int) -> list[Any]:
-    """Returns the examples of a step as Cohort has them."""
-    from cohort.examples.encode import make_example_group, make_pair_group
-    from cohort.text.answers import RenderedConversation
-    from cohort.types import Provenance
-
-    def render(prompt: list[int], answer: list[int]) -> RenderedConversation:
-        marks = [int(Provenance.PROMPT)] * len(prompt) + [int(Provenance.TARGET)] * len(answer)
-        return RenderedConversation(tokens=prompt + answer, provenance=marks)
-
+    """Returns the examples of a step as Cohort has them: a document's first token is its prompt."""
     if job.kind == "dpo":
-        pairs = enumerate(draw_pairs(job, step))
         return [
-            make_pair_group(f"{step}-{n}", [render(prompt, chosen), render(prompt, rejected)], [])
-            for n, (prompt, chosen, rejected) in pairs
+            make_group(f"{step}-{n}", prompt, answers) for n, (prompt, *answers) in enumerate(draw_pairs(job, step))
         ]
-    documents = [document for row in draw_rows(job, step) for document in row]
-    rendered = [render(document[:1], document[1:]) for document in documents]
-    return [make_example_group(f"{step}-{n}", one.tokens, one.provenance) for n, one in enumerate(rendered)]
+    documents = (document for row in draw_rows(job, step) for document in row)
+    return [make_group(f"{step}-{n}", document[:1], [document[1:]]) for n, document in enumerate(documents)]
+
+
+def make_group(id: str, prompt: list[int], answers: list[list[int]]) -> Any:
+    """Returns a prompt with given answers, of which every token is a target."""
+    from cohort.types import Group, Prompt, Provenance, Sample
+
+    marks = [int(Provenance.PROMPT)] * len(prompt)
+    return Group(
+        prompt=Prompt(task="bench", id=id, visit=0, row={}, messages=[], tokens=prompt, provenance=marks),
+        samples=[
+            Sample(
+                tokens=answer,
+                provenance=[int(Provenance.TARGET)] * len(answer),
+                sampler_logprobs=[0.0] * len(answer),
+            )
+            for answer in answers
+        ],
+    )
 
 
 def count_tokens(group: Any) -> int:
@@ -740,7 +749,9 @@ def compare_kind(job: Job, a: argparse.Namespace, keep: Callable[[list[Result], 
             keep(results, tried)
 
     if a.only != "trl":
-        measure("cohort", job, str(ROOT / "src"), results)
+        # What this process finds, that one finds too.
+        path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        measure("cohort", job, path, results)
     if a.only == "cohort":
         return
     settings = tuple(a.trl)
