@@ -782,7 +782,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rows", type=int, default=32, help="packed rows per step of SFT")
     parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument(
-        "--budgets", nargs="+", type=int, default=[0, 16384, 8192], help="Cohort: tokens per microbatch"
+        "--budgets", nargs="+", type=int, default=[0, 65536, 20480], help="Cohort: tokens per microbatch"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--seconds", type=float, default=150.0, help="after which the process of a side is ended")
