@@ -27,6 +27,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+# Settings of transformers' trainer: it writes and shows nothing.
+QUIET = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -204,19 +207,6 @@ def run_trl(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float], l
             assert {len(ids) for ids in completion_ids} == {job.completion_tokens}
             return completion_ids, logprobs
 
-    class Clock(transformers.TrainerCallback):
-        """Measures each step."""
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            """Adds a step, with the negative time of its begin."""
-            steps.append(-time.perf_counter())
-            cpu.append(-time.process_time())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            """Turns the numbers of the step into its duration."""
-            steps[-1] += time.perf_counter()
-            cpu[-1] += time.process_time()
-
     with tempfile.TemporaryDirectory() as folder:
         trainer = Timed(
             model=job.model,
@@ -226,11 +216,36 @@ def run_trl(job: Job, config: Callable[[Job, str], Any]) -> tuple[list[float], l
             # The class is named explicitly. AutoTokenizer chooses one by the type of the model, and that class does
             # not use tokenizer.json unchanged.
             processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(job.model),
-            callbacks=[Clock()],
+            callbacks=[make_clock(steps, cpu)],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return steps, sampling, cpu
+
+
+def make_clock(steps: list[float], cpu: list[float], wait: Callable[[], object] = lambda: None) -> Any:
+    """Returns a callback of transformers' trainer that adds the seconds and the CPU seconds of every step to two lists.
+
+    `wait` is called before each look at the clock, so that a GPU has done its work.
+    """
+    import transformers
+
+    class Clock(transformers.TrainerCallback):
+        """Measures each step."""
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            """Adds a step, with the negative time of its begin."""
+            wait()
+            steps.append(-time.perf_counter())
+            cpu.append(-time.process_time())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            """Turns the numbers of the step into its duration."""
+            wait()
+            steps[-1] += time.perf_counter()
+            cpu[-1] += time.process_time()
+
+    return Clock()
 
 
 def make_trl_config(job: Job, folder: str) -> Any:
@@ -258,9 +273,7 @@ def make_trl_settings(job: Job, folder: str) -> dict[str, Any]:
         "temperature": 1.0,
         "shuffle_dataset": False,
         "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
+        **QUIET,
     }
 
 

@@ -95,17 +95,20 @@ def write_metrics_csv(run: Path, out: Path, columns: Sequence[str] = COLUMNS) ->
         table.writerows([f"{row[name]:.5g}" if name in row else "" for name in columns] for row in steps.values())
 
 
-def write_mean_table(table: Path, out: Path, stretches: int = 6) -> None:
-    """Writes the means of the CSV as a Markdown table for docs/results.md.
+MEANS = tuple(name for name in COLUMNS if name not in ("step", "eval/accuracy"))
 
-    The first row is the mean of the first ten steps; the other steps are divided into `stretches` equal rows.
+
+def write_mean_table(table: Path, out: Path, stretches: int = 6, names: Sequence[str] = MEANS) -> None:
+    """Writes the means of the CSV as a Markdown table for docs/results.md: those of the columns `names`.
+
+    The first row is the mean of the first ten steps; the other steps are divided into `stretches` equal rows. Rows of
+    the CSV without a value in the first of the columns are evaluations and do not count.
     """
     with table.open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
+        rows = [row for row in csv.DictReader(file) if row[names[0]]]
     # A run of less than about twenty steps is one row.
     rest = len(rows) - 10
     cuts = [0, *(10 + rest * i // stretches for i in range(stretches + 1))] if rest > 10 else [0, len(rows)]
-    names = [name for name in COLUMNS if name not in ("step", "eval/accuracy")]
     lines = [f"| steps | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     for part in (rows[a:b] for a, b in pairwise(cuts) if rows[a:b]):
         means = [f"{fmean(float(row[name] or 'nan') for row in part):.3g}" for name in names]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,11 +28,13 @@ def send_answer(value: Any) -> None:
     print(MARK + json.dumps(value), flush=True)
 
 
-def run_side(script: str, side: str, job: Any, path: str | None, python: str = sys.executable) -> Iterator[Any]:
+def run_side(
+    script: str, side: str, job: Any, path: str | None, python: str = sys.executable, seconds: float | None = None
+) -> Iterator[Any]:
     """Runs `script --worker side JOB` in a process of its own and yields its answers as they come.
 
-    `job` is a dataclass, and `path` the PYTHONPATH of the process; None = that of this process. If the process fails,
-    a line on stderr says so, and there are no more answers.
+    `job` is a dataclass, and `path` the PYTHONPATH of the process; None = that of this process. The process is ended
+    after `seconds`; None = never. If it fails or is ended, a line on stderr says so, and there are no more answers.
     """
     environment = os.environ | ENVIRONMENT | ({} if path is None else {"PYTHONPATH": path})
     with tempfile.TemporaryDirectory() as folder:
@@ -40,10 +43,16 @@ def run_side(script: str, side: str, job: Any, path: str | None, python: str = s
         command = [python, str(Path(script).resolve()), "--worker", side, str(job_file)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    yield json.loads(line.removeprefix(MARK))
-                else:
-                    print(line, end="", file=sys.stderr)
+            alarm = threading.Timer(seconds or 0.0, process.kill)
+            if seconds is not None:
+                alarm.start()
+            try:
+                for line in process.stdout:
+                    if line.startswith(MARK):
+                        yield json.loads(line.removeprefix(MARK))
+                    else:
+                        print(line, end="", file=sys.stderr)
+            finally:
+                alarm.cancel()
     if process.returncode:
         print(f"{side}, {job}: exit status {process.returncode}"[:500], file=sys.stderr, flush=True)

@@ -30,12 +30,15 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpu_vs_trl import Job as CpuJob
 from cpu_vs_trl import Result as CpuResult
 from cpu_vs_trl import make_trl_settings, run_cohort_step, run_trl
 from sides import run_side, send_answer
+
+if TYPE_CHECKING:
+    from cohort.models.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per microbatch that the search tries.
@@ -184,16 +187,15 @@ def make_trl_config(job: CpuJob, folder: str) -> Any:
 # ---- both -------------------------------------------------------------------------------------------------
 
 
-def write_model(shape: str, folder: Path, device: str) -> int:
-    """Writes random weights and a tokenizer that spells token n as "tn". Returns the size of the vocabulary."""
+def write_model(config: ModelConfig, folder: Path, device: str) -> None:
+    """Writes random weights and a tokenizer that spells token n as "tn"."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from cohort.models.files import save_folder
-    from cohort.models.shapes import find_shape, make_random_decoder
+    from cohort.models.shapes import make_random_decoder
 
-    config = find_shape(shape)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     save_folder(make_random_decoder(config, dtype, device), None, None, folder)
     # The three special tokens have the ids 0, 1 and 2. `make_prompts` leaves them out.
@@ -203,7 +205,6 @@ def write_model(shape: str, folder: Path, device: str) -> int:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     fast.save_pretrained(folder)
-    return config.vocab_size
 
 
 def make_prompts(vocab: int, num: int, length: int) -> list[list[int]]:
@@ -290,6 +291,8 @@ def measure_trl_settings(settings: list[str], job: Job, path: str | None) -> lis
 
 def main(arguments: list[str]) -> None:
     """Writes the model, measures both sides and prints the table."""
+    from cohort.models.shapes import find_shape
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--only", choices=["cohort", "trl"])
@@ -304,8 +307,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path)
     a = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        vocab = write_model(a.shape, Path(folder) / "model", a.device)
-        ids = make_prompts(vocab, a.prompts, a.prompt_tokens)
+        config = find_shape(a.shape)
+        write_model(config, Path(folder) / "model", a.device)
+        ids = make_prompts(config.vocab_size, a.prompts, a.prompt_tokens)
         job = Job(
             model=str(Path(folder) / "model"),
             texts=[" ".join(f"t{n}" for n in row) for row in ids],

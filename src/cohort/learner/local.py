@@ -208,12 +208,11 @@ class LocalLearner(StoredLearner):
         minibatch = pack_minibatch(batch, 0, self.token_budget, self.config.prefix_sharing)
         totals = sum_counts(minibatch, self.world)
         result = MinibatchResult()
-        device = self.decoder.embed.device
         with self.backend.in_step(len(minibatch.microbatches)):
             for micro in minibatch.microbatches:
                 weights = algo.weigh_tokens(Lengths(sample=micro.lengths, group=micro.group_lengths), totals)
-                micro = micro.to(device)
-                loss = TokenLoss(algo, micro, copy_to_device(weights, device), bool(weights.all()), totals, result)
+                # The backend moves what it needs, and returns log-probabilities on the host: so the metrics stay there.
+                loss = TokenLoss(algo, micro, weights, bool(weights.all()), totals, result)
                 loss.measure(self.backend.logprobs(micro, self.temperature))
         metrics = result.tally.merge_ranks(self.world).to_metrics()
         return {name: value for name, value in metrics.items() if name != "entropy"}
