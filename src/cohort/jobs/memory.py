@@ -10,6 +10,8 @@ from cohort.config.schema import LearnerConfig
 from cohort.learner.plan import MemoryDemand, MemoryPlan, choose_shard, plan_memory
 from cohort.models.device import available_bytes
 from cohort.ranks.agree import agree_on_errors
+from cohort.ranks.environment import count_sharing_ranks
+from cohort.ranks.join import count_gpus
 from cohort.world import Grid
 
 # From what takes the most memory to what takes the least.
@@ -28,7 +30,7 @@ def plan_ranks(
     if demand is None or device.type != "cuda":
         return None, replace(config, shard="none" if config.shard == "auto" else config.shard)
     demand = replace(demand, ranks=grid.data.size, tensor=grid.tensor.size)
-    available = available_bytes(device)
+    available = available_bytes(device, count_sharing_ranks(count_gpus()))
     budget = config.token_budget
     shard = "none" if config.shard == "auto" else config.shard
     if config.shard == "auto" and grid.data.size > 1 and grid.tensor.size == 1:

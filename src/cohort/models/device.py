@@ -30,13 +30,14 @@ def choose_device(asked: str) -> torch.device:
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: torch.device, processes: int = 1) -> int:
     """Returns the bytes of memory of the GPU `device` that are free or reserved by torch in this process.
 
-    Reserved memory includes what existing tensors use.
+    Reserved memory includes what existing tensors use. Of free memory this process gets its part, if so many
+    `processes` train on the GPU.
     """
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device)
+    return free // processes + torch.cuda.memory_reserved(device)
 
 
 def measure_free_bytes(device: torch.device) -> int | None:
