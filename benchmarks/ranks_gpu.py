@@ -8,8 +8,8 @@ counts from the second of a process on; the medians of both sides are compared.
 
 Memory: two ranks share the GPU, with tensors through host memory, and train on random tokens without an engine. So the
 seconds of these say nothing. The most memory that torch held on each rank in the second update is compared with the
-plan for the largest microbatch of that update. Weights are random. Without a GPU the script runs on the CPU, where there
-is no plan and no memory to measure.
+plan for the largest microbatch of that update. Weights are random. Without a GPU the script runs on the CPU, where
+there is no plan and no memory to measure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import make_prompts
 
 from cohort.algos.algorithm import Algorithm, build_algorithm
 from cohort.config.algos import GRPO
@@ -50,6 +49,7 @@ from cohort.ranks.launch import launch_ranks
 from cohort.system.process import keep_freed_memory
 from cohort.types import Group, Key, Prompt, Provenance, Sample, Sampling
 from cohort.world import World
+from ranks import make_prompts
 
 GIB = 2**30
 DIVISIONS = ("none", "optimizer", "full")
