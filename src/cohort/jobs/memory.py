@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from cohort.config.schema import LearnerConfig
+from cohort.errors import ConfigError
 from cohort.learner.plan import MemoryDemand, MemoryPlan, choose_shard, plan_memory
 from cohort.models.device import available_bytes
 from cohort.ranks.agree import agree_on_errors
@@ -45,3 +46,18 @@ def plan_ranks(
         keep_kv=all(one[2] for one in plans),
     )
     return agreed, replace(config, shard=shard)
+
+
+def check_room_beside(plan: MemoryPlan, share: float, total: int) -> None:
+    """Raises ConfigError if an engine cannot have `share` of a GPU of `total` bytes while the learner does not train.
+
+    Weights and optimizer stay where they are meanwhile. While the learner trains, such an engine sleeps.
+    """
+    room = plan.available - plan.state
+    if share * total > room:
+        gib = 2**30
+        raise ConfigError(
+            f"engine.memory = {share:g} is {share * total / gib:.1f} of the GPU's {total / gib:.1f} GiB, and training "
+            f"keeps {plan.state / gib:.1f} of {plan.available / gib:.1f} free GiB for weights and optimizer: set "
+            f"--engine.memory to at most {max(0, int(100 * room / total)) / 100:g}, or use a smaller model (--model)."
+        )

@@ -40,6 +40,11 @@ def available_bytes(device: torch.device, processes: int = 1) -> int:
     return free // processes + torch.cuda.memory_reserved(device)
 
 
+def measure_total_bytes(device: torch.device) -> int:
+    """Returns the bytes of memory that the GPU `device` has."""
+    return torch.cuda.mem_get_info(device)[1]
+
+
 def measure_free_bytes(device: torch.device) -> int | None:
     """Returns the bytes that new tensors can take on a device; None if the system does not tell."""
     if device.type != "cuda":

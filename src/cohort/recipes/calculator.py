@@ -66,7 +66,8 @@ def coder_calculator() -> RL:
             keep=(10, 10**8),
             instructions=True,
         ),
-        reward=_CORRECT_ALONE,
+        # A model that never calls would learn to compute in its head.
+        reward=_CORRECT_ALONE | {"ran": 0.1},
         batch=BatchConfig(prompts=64, samples=8),
         sampling=SamplingConfig(max_tokens=256),
         turns=Conversation(max_turns=4),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cohort.config.schema import LearnerConfig
-from cohort.errors import AgreedError
+from cohort.errors import AgreedError, ConfigError
 from cohort.jobs import memory
-from cohort.jobs.memory import plan_ranks
+from cohort.jobs.memory import check_room_beside, plan_ranks
 from cohort.learner.plan import MemoryDemand
 from cohort.models.shapes import find_shape
 from cohort.world import ONE_PROCESS, Grid, World
@@ -75,6 +75,15 @@ def test_the_rank_with_the_least_memory_decides(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, share in ((2, 1), (1, 2)):
         assert plan(monkeypatch, 400, 2, "none", gpus=gpus)[0].available == 400 * GIB // share
+
+
+def test_an_engine_beside_the_learner_must_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = plan(monkeypatch, 160, 1, "none")
+    room = (160 * GIB - found.state) / (160 * GIB)
+    assert 0.1 < room < 0.4
+    check_room_beside(found, room - 0.01, 160 * GIB)
+    with pytest.raises(ConfigError, match=f"set --engine.memory to at most {int(100 * room) / 100:g},"):
+        check_room_beside(found, room + 0.01, 160 * GIB)
 
 
 def test_there_is_no_plan_without_a_gpu_or_without_shapes() -> None:

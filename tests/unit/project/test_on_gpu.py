@@ -107,7 +107,10 @@ def test_a_step_waits_for_what_it_needs_also_in_another_order(folder: Path) -> N
 
 def test_a_step_that_takes_too_long_ends_with_its_family(folder: Path) -> None:
     child = folder / "child"
-    assert run(folder, step("slow", f"forever={child}", minutes=0.05), step("next")) == {"slow": "ended", "next": "done"}
+    assert run(folder, step("slow", f"forever={child}", minutes=0.05), step("next")) == {
+        "slow": "ended",
+        "next": "done",
+    }
     assert read_state(folder, "slow").reason == "it took longer than 0.05 minutes"
     assert not is_running(int(child.read_text()))
 
@@ -150,7 +153,7 @@ def test_the_command_tells_and_packs(folder: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_has_one_campaign(folder: Path) -> None:
     (folder / "campaign.pid").write_text(str(os.getpid()))
-    with pytest.raises(SystemExit, match="runs in .* already"):
+    with pytest.raises(SystemExit, match=r"runs in .* already"):
         main(["--folder", str(folder)], [step("one")])
 
 
