@@ -2,13 +2,13 @@
 
     PYTHONPATH=src python3 benchmarks/on_gpu.py --list                      # the steps, and what each would need
     setsid python3 benchmarks/on_gpu.py --folder F --group new > F.log 2>&1 &    # in the background
-    python3 benchmarks/on_gpu.py --folder F --status                        # a line per step, at any time
+    python3 benchmarks/on_gpu.py --folder F --status --wait 300             # a line per step, after at most 300 s
     python3 benchmarks/on_gpu.py --folder F --pack results.tar.gz           # logs and outputs, without models
 
 Every step has a folder below F with its log, its outputs ({out}) and its state. Steps start in the order of the list.
 One that measures time runs alone; others run beside each other, as far as no earlier one waits. A step that takes
 longer than its minutes is ended, with all that it started. A second call skips the steps that are done and repeats
-those that failed.
+those that failed. The optimizer's part of checkpoints is removed when a step is done: it would fill the disk.
 
 What a step needs is named by the environment: COHORT_QWEN and COHORT_SMOLLM2 (GGUF files, which the step `models`
 converts, or folders), COHORT_DATA (a folder with data sets) and COHORT_PEERS (the PYTHONPATH of vLLM and TRL). A step
@@ -40,7 +40,7 @@ PAUSE = 0.2  # seconds between two looks at the steps that run
 GRACE = 10.0  # seconds that a step has to end after a signal
 TOGETHER = 3  # steps that run beside each other at most
 LARGEST = 8 << 20  # bytes of a file that `--pack` takes
-STATE, LOG = "state.json", "log"
+STATE, LOG, PID = "state.json", "log", "campaign.pid"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ STEPS = (
     Step(
         name="tests",
         command="{python} -m pytest tests/gpu -q -p no:cacheprovider -p no:xdist --durations=10",
-        minutes=9,
+        minutes=8,
         group="new",
         alone=False,
         after=("models",),
@@ -86,7 +86,7 @@ STEPS = (
         name="calculator",
         command=benchmark(
             "real_result.py coder_calculator calculator --model {qwen} --out {out}/result --minutes 3.5 --shows 3 "
-            "--eval-flags CALCULATOR_EVAL"
+            "--eval-flags CALCULATOR_EVAL --eval.problems 32"
         ),
         minutes=8,
         group="new",
@@ -303,6 +303,8 @@ class Campaign:
         else:
             # What it has left behind would disturb the next step.
             end_family(one.process)
+            for file in (self.folder / one.step.name).rglob("optimizer*.safetensors"):
+                file.unlink()
             self._note_end(one, "failed" if code else "done", f"exit status {code}" if code else "")
         return True
 
@@ -362,7 +364,7 @@ def describe(state: State, folder: Path) -> str:
 @contextlib.contextmanager
 def being_the_only_one(folder: Path) -> Iterator[None]:
     """Context in which no other campaign runs in the folder. Raises SystemExit if one does."""
-    file = folder / "campaign.pid"
+    file = folder / PID
     if file.is_file() and is_alive(int(file.read_text())):
         raise SystemExit(f"a campaign runs in {folder} already, as process {file.read_text()}: use --status.")
     file.write_text(str(os.getpid()))
@@ -381,6 +383,18 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def wait_for_end(folder: Path, steps: Sequence[Step], seconds: float) -> None:
+    """Waits until all steps are over, or the campaign has ended, at most so many seconds."""
+    begin = time.monotonic()
+    while (spent := time.monotonic() - begin) < seconds:
+        file = folder / PID
+        # A campaign that was started just now has written nothing yet.
+        has_ended = spent > GRACE and not file.is_file()
+        if has_ended or all(read_state(folder, step.name).is_over for step in steps):
+            return
+        time.sleep(PAUSE)
 
 
 # ---- models and results ----------------------------------------------------------------------------------------------
@@ -438,6 +452,7 @@ def main(argv: list[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="run these steps, in this order")
     parser.add_argument("--list", action="store_true", help="say what would run")
     parser.add_argument("--status", action="store_true", help="say what became of each step")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds that --status waits for the end")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="collect logs and outputs")
     parser.add_argument("--convert", type=Path, help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
@@ -453,6 +468,7 @@ def main(argv: list[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
             print(f"{step.name:16} {step.group:6} {step.minutes:4g} min {'alone' if step.alone else ''}")
         return 0
     if a.status:
+        wait_for_end(a.folder, chosen, a.wait)
         states = [read_state(a.folder, step.name) for step in chosen]
         print("\n".join(describe(state, a.folder) for state in states))
         return 0 if all(state.state == "done" for state in states) else 1

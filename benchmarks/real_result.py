@@ -131,6 +131,14 @@ def write_conversations(before: Path, after: Path, out: Path, number: int) -> No
     out.write_text("\n".join(lines) or "No tool was called after training.\n", encoding="utf-8")
 
 
+def describe_result(result: dict[str, Any]) -> str:
+    """Returns the first comparison as a line: accuracies before and after, and their paired difference."""
+    before, after = (result[when]["first"]["accuracy"] for when in ("before", "after"))
+    gain = result["difference-first"]
+    spread = f"{gain['mean']:+.3f} ({gain['low']:.3f} to {gain['high']:.3f})"
+    return f"{result['recipe']}: {before:.3f} -> {after:.3f}, {spread}, {result['training']['steps']} steps"
+
+
 def main() -> None:
     """Evaluates, trains, evaluates again, compares, and writes all files of the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,6 +189,7 @@ def main() -> None:
     subprocess.run(curves, check=True)
     (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
+    print(describe_result(result))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     assert result["before"]["first"]["setting"]["weights"] != result["after"]["first"]["setting"]["weights"]
     assert result["difference-sampled"].keys() >= {"mean", "low", "high", "p", "wins", "losses"}
 
+    assert done.stdout.splitlines()[-1].startswith("quickstart: 0.") and f"{steps} steps" in done.stdout
+
     with (tmp_path / "metrics.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(steps + 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import os
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,26 @@ def test_the_command_tells_and_packs(folder: Path, capsys: pytest.CaptureFixture
     assert {"one/log", "one/state.json"} <= {*names} and not {"one/large", "one/checkpoints/weights"} & {*names}
     with pytest.raises(SystemExit, match="there is no step three"):
         main(["--folder", str(folder), "--only", "three"], steps)
+
+
+def test_waiting_ends_with_the_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [step("one")]
+    monkeypatch.setattr(on_gpu, "GRACE", 0.0)
+    began = time.monotonic()
+    # No campaign runs; then its step is done.
+    for expected in (1, 0):
+        assert main(["--folder", str(folder), "--status", "--wait", "600"], steps) == expected
+        run(folder, *steps)
+    assert time.monotonic() - began < 300
+
+
+def test_states_of_optimizers_are_removed(folder: Path) -> None:
+    state = folder / "one" / "runs" / "optimizer.safetensors"
+    state.parent.mkdir(parents=True)
+    state.write_text("large")
+    (state.parent / "model.safetensors").write_text("kept")
+    run(folder, step("one"))
+    assert [path.name for path in state.parent.iterdir()] == ["model.safetensors"]
 
 
 def test_a_folder_has_one_campaign(folder: Path) -> None:
