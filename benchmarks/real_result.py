@@ -6,7 +6,9 @@ The recipe runs as `cohort train` does. After `--minutes` of training, without e
 Ctrl-C, so that it saves and stops. The evaluations before and after are `cohort eval TASK` on the whole test split with
 the same settings: greedy (--greedy) or at temperature 1, and with --samples N also avg@N and pass@k at temperature 1.
 Unknown flags are passed to the recipe. It writes result.json, the config of the run, its metrics (the main ones also
-as CSV and as a Markdown table of means), its curves, and every evaluation with its items.
+as CSV and as a Markdown table of means), its curves, and every evaluation with its items. With --shows N it also writes
+conversations.md: N problems with tools, and what the model wrote and was told before and after. `last` is a link to the
+last checkpoint's model.
 """
 
 from __future__ import annotations
@@ -116,6 +118,30 @@ def write_mean_table(table: Path, out: Path, stretches: int = 6, names: Sequence
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_conversations(before: Path, after: Path, out: Path, number: int) -> None:
+    """Writes, as Markdown, the first problems whose conversation after training called a tool, before and after."""
+    items = [json.loads(file.read_text(encoding="utf-8"))["items"] for file in (before, after)]
+    chosen = [pair for pair in zip(*items, strict=True) if pair[1]["answers"][0]["calls"]][:number]
+    lines = []
+    for pair in chosen:
+        lines += [f"## {pair[0]['messages'][-1]['content']}", ""]
+        for when, item in zip(("Before", "After"), pair, strict=True):
+            answer = item["answers"][0]
+            talk = answer["messages"] or [{"role": "assistant", "content": answer["text"]}]
+            lines += [f"{when}: {'right' if answer['correct'] else answer['reason'] or 'wrong'}", "", "```"]
+            lines += [f"[{message['role']}] {message['content']}" for message in talk]
+            lines += ["```", ""]
+    out.write_text("\n".join(lines) or "No tool was called after training.\n", encoding="utf-8")
+
+
+def describe_result(result: dict[str, Any]) -> str:
+    """Returns the first comparison as a line: accuracies before and after, and their paired difference."""
+    before, after = (result[when]["first"]["accuracy"] for when in ("before", "after"))
+    gain = result["difference-first"]
+    spread = f"{gain['mean']:+.3f} ({gain['low']:.3f} to {gain['high']:.3f})"
+    return f"{result['recipe']}: {before:.3f} -> {after:.3f}, {spread}, {result['training']['steps']} steps"
+
+
 def main() -> None:
     """Evaluates, trains, evaluates again, compares, and writes all files of the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -127,6 +153,7 @@ def main() -> None:
     parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--eval-flags", default="", help="further flags of cohort eval, in one string")
+    parser.add_argument("--shows", type=int, default=0, help="conversations that are written down")
     a, rest = parser.parse_known_args()
     if (a.out / "runs").exists():
         raise SystemExit(f"{a.out} has a result already; choose another --out.")
@@ -148,7 +175,11 @@ def main() -> None:
     flags = ["--model", a.model, *(flag for flag in rest if flag != "--")]
     run, result["training"] = train_for_minutes(a.recipe, a.out / "runs", a.minutes, flags)
     last = max((run / "checkpoints").iterdir()) / "model"
+    (a.out / "last").symlink_to(last.resolve())
     measure("after", str(last))
+    if a.shows:
+        files = (a.out / f"{when}-first.json" for when in ("before", "after"))
+        write_conversations(*files, a.out / "conversations.md", a.shows)
     for kind in kinds:
         pair = [str(a.out / f"{when}-{kind}.json") for when in ("before", "after")]
         done = subprocess.run([*COHORT, "compare", *pair, "--json"], check=True, capture_output=True, text=True)
@@ -161,6 +192,7 @@ def main() -> None:
     subprocess.run(curves, check=True)
     (a.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
+    print(describe_result(result))
 
 
 if __name__ == "__main__":

@@ -165,7 +165,8 @@ class ProcessGroup(World):
     """Ranks of torch.distributed, which the launcher has initialised, with a time limit.
 
     `group` are the ranks for tensors (gloo or nccl), `control` the same ranks over gloo, for everything else; None =
-    all ranks, with new control connections if tensors go through nccl.
+    all ranks, with new control connections if tensors go through nccl. What a connection cannot read is copied for it:
+    nccl reads no host memory, and gloo promises few collectives of GPU memory.
     """
 
     def __init__(self, group: Any = None, control: Any = None, progress: Progress | None = None) -> None:
@@ -213,17 +214,16 @@ class ProcessGroup(World):
 
         Every rank must call it, with a tensor of the same shape and type, and in the same order as other collectives.
         """
-        # nccl cannot read host memory, and gloo sends little of GPU memory.
-        on_device = x.to(self._device).contiguous()
+        carried = self._carry(x)
         with self.collective("sum", x.nbytes):
-            work = dist.all_reduce(on_device, group=self._group, async_op=True)
+            work = dist.all_reduce(carried, group=self._group, async_op=True)
 
         def wait() -> None:
             """Waits until `x` is the sum."""
             with self.collective("sum"):
                 work.wait()
-            if on_device is not x:
-                x.copy_(on_device)
+            if carried is not x:
+                x.copy_(carried)
 
         return wait
 
@@ -232,25 +232,53 @@ class ProcessGroup(World):
 
         Parts are of equal length, in rank order.
         """
-        part = torch.empty(len(x) // self.size, dtype=x.dtype, device=self._device)
-        with self.collective("sum_scattered", x.nbytes):
-            _SUM_SCATTERED(part, x.to(self._device), group=self._group)
-        return part.to(x.device)
+        part = torch.empty(len(x) // self.size, dtype=x.dtype, device=x.device)
+        self.begin_sum_scattered(part, x)
+        return part
+
+    def begin_sum_scattered(self, part: Tensor, x: Tensor, kind: str = "sum_scattered", async_op: bool = False) -> Any:
+        """Does what `sum_scattered` does, into `part`, and counts the bytes under `kind`.
+
+        With `async_op` it may return before it is done. Then it returns what `wait` is to be called on, else None.
+        """
+        return self._fill(_SUM_SCATTERED, part, x, kind, async_op)
 
     def join(self, part: Tensor) -> Tensor:
         """Returns the parts of all ranks, flat and of equal length, one after another in rank order."""
-        whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=self._device)
-        with self.collective("join", part.nbytes):
-            _JOIN(whole, part.to(self._device).contiguous(), group=self._group)
-        return whole.to(part.device)
+        whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
+        self.begin_join(whole, part)
+        return whole
+
+    def begin_join(self, whole: Tensor, part: Tensor, kind: str = "join", async_op: bool = False) -> Any:
+        """Does what `join` does, into `whole`. The rest is as in `begin_sum_scattered`."""
+        return self._fill(_JOIN, whole, part, kind, async_op)
+
+    def _fill(self, call: Callable[..., Any], target: Tensor, source: Tensor, kind: str, async_op: bool) -> Any:
+        """Calls a collective that reads `source` and fills `target`. Returns what to wait for; None = it is done."""
+        carried = target if self._reads(target) else self._carry(target)
+        sent = self._carry(source)
+        with self.collective(kind, source.nbytes):
+            work = call(carried, sent, group=self._group, async_op=async_op and carried is target)
+        if carried is target:
+            return work
+        target.copy_(carried)
+        return None
+
+    def _reads(self, x: Tensor) -> bool:
+        """Returns whether the connection reads and writes the memory of `x`."""
+        return x.device.type == self._device.type
+
+    def _carry(self, x: Tensor) -> Tensor:
+        """Returns `x`, contiguous, in memory that the connection reads: `x` itself or a copy."""
+        return x.to(self._device).contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Replaces `x` by the first rank's, in place, and returns it."""
         first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        on_device = x.to(self._device).contiguous()
+        carried = self._carry(x)
         with self.collective("broadcast", x.nbytes if self.is_first else 0):
-            dist.broadcast(on_device, src=first, group=self._group)
-        return x if on_device is x else x.copy_(on_device)
+            dist.broadcast(carried, src=first, group=self._group)
+        return x if carried is x else x.copy_(carried)
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values that all ranks pass, in rank order. Every rank must call it.

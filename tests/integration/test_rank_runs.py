@@ -12,7 +12,7 @@ from cohort.config.algos import ALGOS
 from cohort.run.store.reader import Reader
 from tests.helpers.command_line import cohort
 from tests.helpers.made_once import make_once
-from tests.helpers.rank_runs import read_groups, read_metrics, read_tensors, run_together
+from tests.helpers.rank_runs import compare_runs, read_groups, run_together, run_under_torchrun
 
 FEW = [
     *("--steps=2", "--batch.samples=4", "--sampling.max-tokens=16", "--eval.problems=6"),
@@ -44,30 +44,6 @@ LATER: list[dict[str, Any]] = [
 ]
 
 
-def compare_runs(found: Path, expected: Path, step: int) -> None:
-    """Compares metrics, samples token by token, weights and optimizer state of two runs."""
-    metrics, wanted = read_metrics(found), read_metrics(expected)
-    assert metrics.keys() == wanted.keys()
-    for key, value in wanted.items():
-        # Before the first update policy and reference are the same, and rounding decides which reward is higher.
-        if key not in ((1, "reward/accuracy"), (1, "implicit/accuracy")):
-            assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-9), key
-    for ours, theirs in zip(read_groups(found), read_groups(expected), strict=True):
-        assert [g.prompt for g in ours] == [g.prompt for g in theirs]
-        assert [[s.tokens for s in g.samples] for g in ours] == [[s.tokens for s in g.samples] for g in theirs]
-        assert [[s.reward for s in g.samples] for g in ours] == [[s.reward for s in g.samples] for g in theirs]
-        assert [g.excluded for g in ours] == [g.excluded for g in theirs]
-        for g, h in zip(ours, theirs, strict=True):
-            for s, t in zip(g.samples, h.samples, strict=True):
-                assert s.advantage == pytest.approx(t.advantage, rel=1e-9, abs=1e-9)
-                assert (s.old_logprobs or []) == pytest.approx(t.old_logprobs or [], abs=1e-9)
-    tensors, others = read_tensors(found, step), read_tensors(expected, step)
-    assert tensors.keys() == others.keys()
-    for name, tensor in others.items():
-        assert tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype
-        assert float((tensors[name] - tensor).abs().max()) <= 1e-9 * max(1.0, float(tensor.abs().max())), name
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """All cases on one rank and on two, started once."""
@@ -87,6 +63,22 @@ def test_two_ranks_do_what_one_process_does(folders: tuple[Path, Path], name: st
     compare_runs(together / name, alone / name, 2)
     steps = read_groups(alone / name)
     assert len(steps) == 2 and all(steps)
+
+
+def test_tensors_that_a_connection_cannot_read_go_through_host_memory(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Ranks that share a GPU speak over gloo. Here all memory counts as a GPU's, except copies made for gloo."""
+    plain = {"name": "none", "recipe": "quickstart", "flags": SMALL}
+    run_together(tmp_path, [plain, *SHARDED], 2, module="tests.helpers.unreadable_memory")
+    for name in ("none", *(case["name"] for case in SHARDED)):
+        compare_runs(tmp_path / name, folders[0] / "plain", 2)
+    assert set((tmp_path / "copied-0").read_text().split()) == {"all_reduce", "_JOIN", "_SUM_SCATTERED"}
+
+
+def test_one_rank_under_torchrun_is_one_process(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    run_under_torchrun(tmp_path, [CASES[0]], 1, "cpu")
+    compare_runs(tmp_path / "plain", folders[0] / "plain", 2)
 
 
 def test_ranks_tell_how_even_their_work_is(folders: tuple[Path, Path]) -> None:

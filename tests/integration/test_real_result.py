@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,6 +35,8 @@ def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     assert result["before"]["first"]["setting"]["weights"] != result["after"]["first"]["setting"]["weights"]
     assert result["difference-sampled"].keys() >= {"mean", "low", "high", "p", "wins", "losses"}
 
+    assert done.stdout.splitlines()[-1].startswith("quickstart: 0.") and f"{steps} steps" in done.stdout
+
     with (tmp_path / "metrics.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(steps + 1))
@@ -44,11 +47,39 @@ def test_a_result_from_beginning_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").is_file()
 
 
-def test_mean_table_leaves_no_step_out(tmp_path: Path) -> None:
+def load_script() -> ModuleType:
+    """Returns the script as a module."""
     spec = importlib.util.spec_from_file_location("real_result", ROOT / "benchmarks" / "real_result.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_conversations_that_called_a_tool_are_written_down(tmp_path: Path) -> None:
+    def write(name: str, *answers: dict[str, object]) -> Path:
+        """Writes an evaluation with an answer per problem."""
+        items = [
+            {"messages": [{"role": "user", "content": f"Sum {n}?"}], "answers": [a]} for n, a in enumerate(answers)
+        ]
+        (tmp_path / name).write_text(json.dumps({"items": items}))
+        return tmp_path / name
+
+    guess = {"text": "7", "correct": 0.0, "reason": "wrong value", "calls": {}, "messages": []}
+    talk = [{"role": "assistant", "content": "CALL"}, {"role": "tool", "content": "8"}]
+    called = {"text": "8", "correct": 1.0, "reason": "", "calls": {"ok": 1}, "messages": talk}
+    out = tmp_path / "out.md"
+    load_script().write_conversations(write("a", guess, guess), write("b", guess, called), out, 3)
+    text = out.read_text()
+    assert "Sum 0?" not in text and text.startswith("## Sum 1?\n")
+    assert "Before: wrong value\n\n```\n[assistant] 7\n```" in text
+    assert "After: right\n\n```\n[assistant] CALL\n[tool] 8\n```" in text
+    load_script().write_conversations(tmp_path / "a", tmp_path / "a", out, 3)
+    assert out.read_text() == "No tool was called after training.\n"
+
+
+def test_mean_table_leaves_no_step_out(tmp_path: Path) -> None:
+    module = load_script()
     for steps in (3, 10, 15, 20, 21, 47):
         rows = [
             ",".join(module.COLUMNS),

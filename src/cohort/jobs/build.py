@@ -28,14 +28,14 @@ from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
 from cohort.jobs.imitation import build_dpo_job, build_sft_job
 from cohort.jobs.inputs import InputDigests, settle_inputs
-from cohort.jobs.memory import plan_ranks
+from cohort.jobs.memory import check_room_beside, plan_ranks
 from cohort.jobs.parts import configure_torch, digest_files, load_model, make_adapters, make_frozen_copy
 from cohort.jobs.rl import RLJob
 from cohort.jobs.start import RunnableJob, resume_run, start_run
 from cohort.learner.local import LocalLearner
 from cohort.learner.plan import MemoryDemand
 from cohort.models.config import ModelConfig
-from cohort.models.device import choose_device, choose_dtype
+from cohort.models.device import choose_device, choose_dtype, measure_total_bytes
 from cohort.models.files import LoadedModel
 from cohort.models.lora import Adapters
 from cohort.ranks.agree import agree_on_errors
@@ -188,6 +188,8 @@ def _make_learner(config: RL, model: LoadedModel, algo: Algorithm, device: torch
     has_reference = "ref" in algo.needs() | algo.loss_needs() and adapters is None
     demand = _estimate_demand(config, model, has_reference, adapters, grid)
     plan, settings = plan_ranks(demand, config.learner, device, grid)
+    if plan is not None and isinstance(config.engine, VllmEngine) and not config.engine.is_served:
+        check_room_beside(plan, config.engine.memory, measure_total_bytes(device))
     learner = LocalLearner(
         model.decoder,
         settings,
@@ -247,16 +249,15 @@ def _estimate_demand(
     sampled = -(-config.batch.prompts // grid.whole.size)
     trained = -(-config.batch.prompts // grid.data.size)
     samples = config.batch.samples
+    # vLLM in this process gives its memory up for the update. An engine in another process has a share of its own.
+    keeps_kv = not (isinstance(config.engine, VllmEngine) or is_elsewhere(config.engine))
     return MemoryDemand(
         model=model.config,
         bytes_per_number=model.decoder.embed.itemsize,
         # Samples that are compared with each other are in one microbatch.
         longest=config.algo.num_compared * (prompt + new),
         batch_tokens=trained * (prompt + samples * new),
-        # An engine in another process has a share of its own.
-        kv_tokens=0
-        if is_elsewhere(config.engine)
-        else sampled * prompt + min(sampled * samples, config.engine.slots) * new,
+        kv_tokens=keeps_kv * (sampled * prompt + min(sampled * samples, config.engine.slots) * new),
         has_reference=has_reference,
         num_trained=None if adapters is None else adapters.num_params,
         frozen_bytes=0 if adapters is None else adapters.base_bytes,

@@ -7,9 +7,12 @@ from dataclasses import replace
 import torch
 
 from cohort.config.schema import LearnerConfig
+from cohort.errors import ConfigError
 from cohort.learner.plan import MemoryDemand, MemoryPlan, choose_shard, plan_memory
 from cohort.models.device import available_bytes
 from cohort.ranks.agree import agree_on_errors
+from cohort.ranks.environment import count_sharing_ranks
+from cohort.ranks.join import count_gpus
 from cohort.world import Grid
 
 # From what takes the most memory to what takes the least.
@@ -28,7 +31,7 @@ def plan_ranks(
     if demand is None or device.type != "cuda":
         return None, replace(config, shard="none" if config.shard == "auto" else config.shard)
     demand = replace(demand, ranks=grid.data.size, tensor=grid.tensor.size)
-    available = available_bytes(device)
+    available = available_bytes(device, count_sharing_ranks(count_gpus()))
     budget = config.token_budget
     shard = "none" if config.shard == "auto" else config.shard
     if config.shard == "auto" and grid.data.size > 1 and grid.tensor.size == 1:
@@ -43,3 +46,18 @@ def plan_ranks(
         keep_kv=all(one[2] for one in plans),
     )
     return agreed, replace(config, shard=shard)
+
+
+def check_room_beside(plan: MemoryPlan, share: float, total: int) -> None:
+    """Raises ConfigError if an engine cannot have `share` of a GPU of `total` bytes while the learner does not train.
+
+    Weights and optimizer stay where they are meanwhile. While the learner trains, such an engine sleeps.
+    """
+    room = plan.available - plan.state
+    if share * total > room:
+        gib = 2**30
+        raise ConfigError(
+            f"engine.memory = {share:g} is {share * total / gib:.1f} of the GPU's {total / gib:.1f} GiB, and training "
+            f"keeps {plan.state / gib:.1f} of {plan.available / gib:.1f} free GiB for weights and optimizer: set "
+            f"--engine.memory to at most {max(0, int(100 * room / total)) / 100:g}, or use a smaller model (--model)."
+        )

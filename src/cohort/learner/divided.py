@@ -12,7 +12,6 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,7 +34,7 @@ GATHERED, REDUCED = "gather_weights", "reduce_gradients"
 class _GatherFunction:
     """The call that gathers parameters, for `fully_shard`. It is counted, and its failure names the rank."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessGroup) -> None:
         self._world = world
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -43,21 +42,16 @@ class _GatherFunction:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Gathers the parts of all ranks."""
-        # The newer name of the same function; torch 2.11 has only the older one.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        with self._world.collective(GATHERED, input_tensor.nbytes):
-            return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        """Gathers the parts of all ranks. The group is that of the world."""
+        return self._world.begin_join(output_tensor, input_tensor, GATHERED, async_op)
 
 
 class _SumFunction(_GatherFunction):
     """The call that sums gradients, for `fully_shard`. Each rank gets the sum for its part."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:  # type: ignore[override]
-        """Sums the gradients of all ranks."""
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with self._world.collective(REDUCED, input_tensor.nbytes):
-            return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        """Sums the gradients of all ranks. `op` is a plain sum: see `DividedModel`."""
+        return self._world.begin_sum_scattered(output_tensor, input_tensor, REDUCED, async_op)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -94,6 +88,7 @@ class DividedModel(nn.Module):
 
     def __init__(self, decoder: Decoder, world: World, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        assert isinstance(world, ProcessGroup), "one process has nothing to divide"
         _require_even_parts(decoder.config, world)
         self.compute_dtype = decoder.embed.dtype
         self._world = world
@@ -203,9 +198,8 @@ def _require_even_parts(c: ModelConfig, world: World) -> None:
         )
 
 
-def _make_mesh(world: World, device: torch.device) -> DeviceMesh:
+def _make_mesh(world: ProcessGroup, device: torch.device) -> DeviceMesh:
     """Returns the ranks of a world in the form that `fully_shard` wants."""
-    assert isinstance(world, ProcessGroup), "one process has nothing to divide"
     return DeviceMesh.from_group(world.group, device.type)
 
 

@@ -30,19 +30,25 @@ def choose_device(asked: str) -> torch.device:
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: torch.device, processes: int = 1) -> int:
     """Returns the bytes of memory of the GPU `device` that are free or reserved by torch in this process.
 
-    Reserved memory includes what existing tensors use. They are no more than this process may use (`limit_memory`).
+    Reserved memory includes what existing tensors use. Of free memory this process gets its part, if so many
+    `processes` train on the GPU. It is no more than this process may use (`limit_memory`).
     """
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device) * total
-    return min(int(limit), free + torch.cuda.memory_reserved(device))
+    return min(int(limit), free // processes + torch.cuda.memory_reserved(device))
 
 
 def limit_memory(device: torch.device, share: float) -> None:
     """Limits what torch takes of a GPU's memory in this process to a share of all that it has. 1 = no limit."""
     torch.cuda.set_per_process_memory_fraction(float(share), device)
+
+
+def measure_total_bytes(device: torch.device) -> int:
+    """Returns the bytes of memory that the GPU `device` has."""
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def measure_free_bytes(device: torch.device) -> int | None:

@@ -49,3 +49,8 @@ def is_following_rank() -> bool:
 def count_local_ranks() -> int:
     """Returns the number of ranks on this machine: 1 if this process is none."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or read_place()[1]) if is_rank() else 1
+
+
+def count_sharing_ranks(num_gpus: int) -> int:
+    """Returns the most ranks of this machine that use the same one of its `num_gpus` GPUs."""
+    return -(-count_local_ranks() // max(num_gpus, 1))

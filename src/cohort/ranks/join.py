@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cohort.errors import ConfigError, RankError
 from cohort.ranks.agree import remember_store
-from cohort.ranks.environment import RENDEZVOUS, count_local_ranks, is_rank, read_place
+from cohort.ranks.environment import RENDEZVOUS, count_sharing_ranks, is_rank, read_place
 from cohort.world import ONE_PROCESS, ProcessGroup, World
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ def join_ranks(device: str) -> World:
     """Joins the other ranks and returns their world. Returns the world of one process if this process is no rank.
 
     `device` is the setting of the run. On GPUs each rank of a machine takes another one, and tensors go through nccl;
-    on CPUs, and where ranks share a GPU, they go through gloo. Raises RankError if the ranks do not find each other.
+    on CPUs, and where ranks share a GPU, they go through gloo and host memory. Raises RankError if the ranks do not
+    find each other.
     """
     if not is_rank():
         return ONE_PROCESS
@@ -45,7 +46,7 @@ def join_ranks(device: str) -> World:
     if uses_gpu:
         torch.cuda.set_device(local % num_gpus)
     # nccl refuses two ranks on one GPU.
-    backend = "nccl" if uses_gpu and count_local_ranks() <= num_gpus else "gloo"
+    backend = "gloo" if num_gpus == 0 or count_sharing_ranks(num_gpus) > 1 else "nccl"
     rendezvous = os.environ.get(RENDEZVOUS)
     try:
         dist.init_process_group(
@@ -64,6 +65,8 @@ def join_ranks(device: str) -> World:
     remember_store()
     if rank == 0 and uses_gpu:
         log.warning("ranks on GPUs were never tried by those who wrote them: see docs/ranks.md, and check results")
+    if rank == 0 and uses_gpu and backend == "gloo":
+        log.warning("ranks share a GPU: for trying out, not for speed (%d ranks, GPUs: %d)", size, num_gpus)
     if rank > 0:
         # All ranks notice the same things, and the first one says them.
         logging.getLogger("cohort").setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
-"""Recipes for sums with a calculator as a tool: that of the project re-grpo, and one for the bundled model."""
+"""Recipes for sums with a calculator as a tool: that of the project re-grpo, and two for models that need no hub."""
 
 from __future__ import annotations
 
 from cohort.config.algo_sections import KLConfig
-from cohort.config.algos import GRPO
+from cohort.config.algos import GRPO, DrGRPO
 from cohort.config.kinds import RL
 from cohort.config.schema import (
     BatchConfig,
@@ -11,6 +11,7 @@ from cohort.config.schema import (
     EvalConfig,
     LearnerConfig,
     LoraConfig,
+    NativeEngine,
     OptimConfig,
     SamplingConfig,
     SaveConfig,
@@ -46,6 +47,36 @@ def calculator() -> RL:
         optim=OptimConfig(lr=5e-6),
         learner=LearnerConfig(lora=LoraConfig(rank=16, alpha=32.0, base="nf4")),
         eval=EvalConfig(every=64, problems=500),
+    )
+
+
+@recipe
+def coder_calculator() -> RL:
+    """A calculator as a tool, with Qwen2.5-Coder-1.5B-Instruct: all weights are trained, 64 prompts x 8 samples."""
+    return RL(
+        model="qwen2.5-coder-1.5b",
+        steps=80,
+        task=Calculator(
+            min_terms=3,
+            max_terms=6,
+            max_digits=4,
+            parentheses=True,
+            negatives=True,
+            spaces=True,
+            keep=(10, 10**8),
+            instructions=True,
+        ),
+        # A model that never calls would learn to compute in its head.
+        reward=_CORRECT_ALONE | {"ran": 0.1},
+        batch=BatchConfig(prompts=64, samples=8),
+        sampling=SamplingConfig(max_tokens=256),
+        turns=Conversation(max_turns=4),
+        engine=NativeEngine(slots=512),
+        algo=DrGRPO(dead="drop"),
+        optim=OptimConfig(lr=3e-6, warmup=4, beta2=0.99),
+        eval=EvalConfig(problems=256),
+        # One checkpoint takes 25 GB.
+        save=SaveConfig(every=80, keep_last=1, keep_best=False, rollouts=10),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from cohort.errors import AgreedError, ConfigError, RankError
 from cohort.ranks import agree
 from cohort.ranks.agree import agree_on_errors, should_say
-from cohort.ranks.environment import count_local_ranks, is_following_rank, is_rank
+from cohort.ranks.environment import count_local_ranks, count_sharing_ranks, is_following_rank, is_rank
 from cohort.ranks.launch import launch_ranks, remove_flag
 from cohort.world import World
 
@@ -78,6 +78,7 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert is_rank() and is_following_rank() and count_local_ranks() == 4
+    assert [count_sharing_ranks(gpus) for gpus in (0, 1, 2, 3, 4, 8)] == [4, 4, 2, 2, 1, 1]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert count_local_ranks() == 2
 
