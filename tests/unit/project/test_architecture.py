@@ -176,8 +176,10 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     # The traces that SFT imitates among them, and the notations of mathematical answers. It was 4,600 before questions
     # that are answered by a search, and recipes for SFT and DPO on tasks and public data. It was 5,700 before programs
     # were judged by tests, functions of other tools scored answers, tasks could be mixed, games were played, and the
-    # data sets of reasoning-gym, whose settings become those of the task and whose graders need screens.
-    ("tasks", "recipes"): 7_800,
+    # data sets of reasoning-gym, whose settings become those of the task and whose graders need screens. It was 7,800
+    # before a search could compare vectors: a sentence model in numpy, so that workers need no torch, the processes
+    # that compute it with one thread each, and a cache that several processes share.
+    ("tasks", "recipes"): 8_450,
     # A language model behind a server as a reward: its prompt, parsing and cache.
     ("judge",): 720,
     # A door to programs that models write, and what keeps them behind it.

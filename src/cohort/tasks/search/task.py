@@ -74,7 +74,7 @@ _PLACES: dict[Corpus, _Place] = {
 }
 
 
-class PassageSearch(Protocol):
+class SearchIndex(Protocol):
     """An open index of passages."""
 
     def search(self, query: str, limit: int) -> list[Passage]:
@@ -212,7 +212,7 @@ class SearchQA:
         questions = [f"{ours}={theirs}" for ours, theirs in mapping.items() if ours in QUESTION_COLUMNS]
         return questions, tuple((ours, theirs) for ours, theirs in mapping.items() if ours in index.COLUMNS)
 
-    def open_index(self) -> PassageSearch:
+    def open_index(self) -> SearchIndex:
         """Returns the index of the passages, which is made if it is not in the cache.
 
         Raises TaskError if the passages, or the sentence model, cannot be read.
@@ -223,7 +223,7 @@ class SearchQA:
         # Not a statement: settings are read without numpy, and the digest of a grader must not depend on whether this
         # module is imported yet.
         module = importlib.import_module("cohort.tasks.search.dense.index")
-        dense: PassageSearch = module.open_dense_index(names, columns, self.embedder, self.match == "both")
+        dense: SearchIndex = module.open_dense_index(names, columns, self.embedder, self.match == "both")
         return dense
 
     def search(self, query: str) -> str:

@@ -82,15 +82,15 @@ class SentenceModel:
             raise TaskError(f"the sentence model in {folder} cannot be used: {error}") from error
         weights = _Weights(folder, self.about.epsilon)
         width, inner = self.about.width, self.about.inner_width
-        self._words = weights.take("embeddings.word_embeddings.weight", None, width)
-        positions = weights.take("embeddings.position_embeddings.weight", None, width)
+        self._words = weights.read_tensor("embeddings.word_embeddings.weight", None, width)
+        positions = weights.read_tensor("embeddings.position_embeddings.weight", None, width)
         if len(positions) < self.about.max_tokens:
             raise TaskError(f"{folder / WEIGHTS} has {len(positions)} positions, fewer than config.json says")
         # Every token of a single text is of the first type.
-        self._places = positions + weights.take("embeddings.token_type_embeddings.weight", None, width)[0]
-        self._norm = weights.take_norm("embeddings.LayerNorm", width)
+        self._places = positions + weights.read_tensor("embeddings.token_type_embeddings.weight", None, width)[0]
+        self._norm = weights.read_norm("embeddings.LayerNorm", width)
         self._layers = [
-            weights.take_layer(f"encoder.layer.{number}", width, inner) for number in range(self.about.num_layers)
+            weights.read_layer(f"encoder.layer.{number}", width, inner) for number in range(self.about.num_layers)
         ]
 
     def embed(self, text: str, kind: Kind) -> Array:
@@ -146,7 +146,7 @@ def compute_gelu(x: Array) -> Array:
 
 
 class _Weights:
-    """The tensors of a weight file, with their shapes checked when they are taken."""
+    """The tensors of a weight file, with their shapes checked when they are read."""
 
     def __init__(self, folder: Path, epsilon: float) -> None:
         self._file = folder / WEIGHTS
@@ -160,7 +160,7 @@ class _Weights:
                 f"{self._file} cannot be read ({error}); restore the file, with weights in float32 or float16"
             ) from error
 
-    def take(self, name: str, *shape: int | None) -> Array:
+    def read_tensor(self, name: str, *shape: int | None) -> Array:
         """Returns a tensor in float32. None in `shape` stands for any number. Raises TaskError for another shape."""
         found = self._tensors.get(name)
         has_shape = found is not None and len(found.shape) == len(shape)
@@ -173,25 +173,25 @@ class _Weights:
             )
         return found.astype(np.float32)
 
-    def take_linear(self, names: list[str], num_inputs: int, num_outputs: int) -> Linear:
+    def read_linear(self, names: list[str], num_inputs: int, num_outputs: int) -> Linear:
         """Returns matrices with the same inputs as one, with their outputs beside each other."""
-        matrices = [self.take(f"{name}.weight", num_outputs, num_inputs) for name in names]
-        biases = [self.take(f"{name}.bias", num_outputs) for name in names]
+        matrices = [self.read_tensor(f"{name}.weight", num_outputs, num_inputs) for name in names]
+        biases = [self.read_tensor(f"{name}.bias", num_outputs) for name in names]
         return Linear(weight=np.ascontiguousarray(np.concatenate(matrices).T), bias=np.concatenate(biases))
 
-    def take_norm(self, name: str, width: int) -> Norm:
+    def read_norm(self, name: str, width: int) -> Norm:
         """Returns a normalisation."""
-        weight, bias = self.take(f"{name}.weight", width), self.take(f"{name}.bias", width)
+        weight, bias = self.read_tensor(f"{name}.weight", width), self.read_tensor(f"{name}.bias", width)
         return Norm(weight=weight, bias=bias, epsilon=self._epsilon)
 
-    def take_layer(self, name: str, width: int, inner: int) -> Layer:
+    def read_layer(self, name: str, width: int, inner: int) -> Layer:
         """Returns the weights of a layer."""
         parts = [f"{name}.attention.self.{part}" for part in ("query", "key", "value")]
         return Layer(
-            attend=self.take_linear(parts, width, width),
-            attended=self.take_linear([f"{name}.attention.output.dense"], width, width),
-            attention_norm=self.take_norm(f"{name}.attention.output.LayerNorm", width),
-            widen=self.take_linear([f"{name}.intermediate.dense"], width, inner),
-            narrow=self.take_linear([f"{name}.output.dense"], inner, width),
-            output_norm=self.take_norm(f"{name}.output.LayerNorm", width),
+            attend=self.read_linear(parts, width, width),
+            attended=self.read_linear([f"{name}.attention.output.dense"], width, width),
+            attention_norm=self.read_norm(f"{name}.attention.output.LayerNorm", width),
+            widen=self.read_linear([f"{name}.intermediate.dense"], width, inner),
+            narrow=self.read_linear([f"{name}.output.dense"], inner, width),
+            output_norm=self.read_norm(f"{name}.output.LayerNorm", width),
         )

@@ -169,7 +169,7 @@ def embed_passages(folder: Path, width: int, texts: Sequence[str]) -> Array:
     vectors = np.empty((len(texts), width), np.float32)
     chunks = [range(start, min(start + CHUNK, len(texts))) for start in range(0, len(texts), CHUNK)]
     num_processes = max(1, min(MAX_PROCESSES, count_cores(), len(texts) // MIN_PASSAGES))
-    notes = ProgressNotes(len(texts), num_processes)
+    progress = EmbeddingProgress(len(texts), num_processes)
     with ExitStack() as stack:
         started = [EmbeddingProcess(folder) for _ in range(num_processes)]
         for process in started:
@@ -189,16 +189,16 @@ def embed_passages(folder: Path, width: int, texts: Sequence[str]) -> Array:
         with ThreadPoolExecutor(num_processes) as pool:
             try:
                 for count in pool.map(embed_chunk, chunks):
-                    notes.add(count)
+                    progress.add(count)
             except BaseException:
                 # Otherwise the pool would first do all the rest.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-    notes.end()
+    progress.end()
     return vectors
 
 
-class ProgressNotes:
+class EmbeddingProgress:
     """Tells how many passages have a vector, now and then. Says nothing of what is done in a few seconds."""
 
     def __init__(self, total: int, num_processes: int) -> None:

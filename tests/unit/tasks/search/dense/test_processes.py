@@ -151,19 +151,19 @@ def test_long_work_tells_how_it_gets_on(monkeypatch: pytest.MonkeyPatch, caplog:
     now = [100.0]
     monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
     caplog.set_level("INFO", logger="cohort.tasks.progress")
-    notes = processes.ProgressNotes(7402, 2)
+    progress = processes.EmbeddingProgress(7402, 2)
     for _ in range(10):
         now[0] += 3.0
-        notes.add(500)
-    notes.add(2402)
-    notes.end()
+        progress.add(500)
+    progress.add(2402)
+    progress.end()
     assert caplog.messages == [
         "vectors of passages: 2,000 of 7,402; about 32 s more",
         "vectors of passages: 4,000 of 7,402; about 20 s more",
         "the vectors of 7,402 passages took 30 s in 2 processes",
     ]
     caplog.clear()
-    quick = processes.ProgressNotes(24, 1)
+    quick = processes.EmbeddingProgress(24, 1)
     quick.add(24)
     quick.end()
     assert caplog.messages == []
