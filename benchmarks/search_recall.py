@@ -97,7 +97,7 @@ def format_table(lines: Sequence[Line]) -> str:
     """Returns the lines as a table in Markdown."""
     heads = [f"{name}@{depth}" for name in ("recall", "answer") for depth in DEPTHS]
     table = [
-        f"| questions | split | passages | match | number | {' | '.join(heads)} | ms |",
+        f"| set | split | passages | match | number | {' | '.join(heads)} | ms |",
         "|---|---|---|---|---:|" + "---:|" * (len(heads) + 1),
     ]
     for line in lines:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cohort.cli.main import main
 from cohort.errors import TaskError
 from cohort.scoring.pool import ScoringPool
 from cohort.tasks.base import check_packages, get_task, load_rows, make_plain_answer
@@ -205,3 +206,20 @@ def test_workers_search_as_this_process_does(tmp_path: Path, passages: str) -> N
         outcomes = pool.score([({"id": "0"}, make_plain_answer(query)) for query in queries])
     assert [outcome.failure for outcome in outcomes] == [""] * len(queries)
     assert [outcome.reason for outcome in outcomes] == wanted
+
+
+def test_every_command_tells_how_long_work_gets_on(
+    tmp_path: Path, passages: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cohort.tasks.search.dense.processes.NOTE_SECONDS", -1.0)
+    monkeypatch.setattr("cohort.tasks.search.dense.processes.CHUNK", 1)
+    task = make_task(tmp_path, passages)
+    flags = ["--task.data", task.data, "--task.passages", passages, "--task.embedder", task.embedder]
+    words = ["data", "search_qa", "--out", str(tmp_path / "out.jsonl"), "--task.context", "search"]
+    assert main([*words, "--task.match", "both", *flags]) == 0
+    shown = capsys.readouterr().err
+    assert "vectors of passages: 1 of 4; about " in shown and "the vectors of 4 passages took " in shown
+    assert "[1] River" in (tmp_path / "out.jsonl").read_text()
+    # They are in the cache now.
+    open_dense_index.cache_clear()
+    assert main([*words, "--task.match", "dense", *flags]) == 0 and "vectors" not in capsys.readouterr().err
