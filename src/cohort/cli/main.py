@@ -14,7 +14,7 @@ from contextlib import suppress
 from cohort import __version__
 from cohort.cli.interrupt import INTERRUPTED, exit_from_imports
 from cohort.errors import CohortError, RankError, UserCodeError, suggest_name
-from cohort.logs.printing import flush_output, prepare_output, print_note, print_result
+from cohort.logs.printing import flush_output, prepare_output, print_note, print_result, show_records
 from cohort.ranks.environment import has_place, read_place
 from cohort.system import process
 from cohort.system.secrets import hide_named_variables, remove_hidden
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     process.keep_freed_memory()
     try:
         process.require_unix()
-        with exit_from_imports():
+        # Long work on the data of a task, in any command.
+        with exit_from_imports(), show_records("cohort.tasks.progress"):
             code = _dispatch(args)
         sys.stdout.flush()
         return code

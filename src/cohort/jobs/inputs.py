@@ -46,7 +46,8 @@ class InputDigests:
 def settle_inputs(config: C) -> C:
     """Returns the config of a new run so that it means the same on another day and in another working directory.
 
-    Paths in `model`, `template`, `learner.lora.load`, `task.data`, `task.passages` and `data` are absolute, and a run
+    Paths in `model`, `template`, `learner.lora.load`, `task.data`, `task.passages`, `task.embedder` and `data` are
+    absolute, and a run
     in `model` has a step. Names of models stay as they are. `date` is today if the chat template asks for it. Raises
     ModelError or RunError if there is no such model, and ConfigError for a date that the template does not ask for, and
     a template file that cannot be read.
@@ -66,6 +67,9 @@ def settle_inputs(config: C) -> C:
     if isinstance(names := getattr(task, "passages", None), tuple) and names:
         absolute = tuple(map(make_data_path_absolute, names))
         config = replace(config, task=replace(config.task, passages=absolute))  # type: ignore[attr-defined,call-arg]
+    if isinstance(folder := getattr(task, "embedder", None), str) and folder:
+        absolute_folder = os.path.abspath(expand_home(folder))
+        config = replace(config, task=replace(config.task, embedder=absolute_folder))  # type: ignore[attr-defined,call-arg]
     data = getattr(config, "data", None)
     if isinstance(data, ExampleRows):
         path = make_data_path_absolute(data.path, (data.train_split, data.held_out_split)) if data.path else ""

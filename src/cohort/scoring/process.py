@@ -19,7 +19,7 @@ from pathlib import Path
 from cohort.scoring.wire import MAX_LINE, Hello, Item, Ready, Reply
 from cohort.system.guard import END_SECONDS
 from cohort.system.json_text import parse_json
-from cohort.system.process import describe_exit
+from cohort.system.process import THREAD_VARIABLES, describe_exit
 from cohort.system.secrets import Secrets
 
 # Environment variables that a worker gets. This is a list of what is allowed, because keys and other secrets have too
@@ -29,7 +29,6 @@ ALLOWED_VARIABLES = (
     # Folders: a task may read data there, such as the passages of a search and their index.
     *("COHORT_DATA", "COHORT_CACHE"),
 )
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def make_worker_environment(names: Iterable[str] = ()) -> dict[str, str]:

@@ -14,6 +14,8 @@ from cohort.errors import ConfigError
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
+# Environment variables that say how many threads the libraries of a new process use for arithmetic.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def require_unix() -> None:

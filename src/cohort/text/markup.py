@@ -101,6 +101,17 @@ def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
     ]
 
 
+def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of `spec`, the content of tokenizer.json. Raises ModelError if it cannot be used."""
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as e:
+        raise ModelError(
+            f"the package tokenizers {tokenizers.__version__} does not accept the model's tokenizer.json: "
+            f"{shorten_error(e)}; upgrade the package (pip install -U tokenizers), or use another model"
+        ) from e
+
+
 def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> tokenizers.Tokenizer:
     """Returns the tokenizer of `spec`, the content of tokenizer.json, with its added tokens renamed by `mark`.
 
@@ -109,13 +120,7 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
     if it cannot be used, or if it gives an added token two different ids.
     """
     names = {t.spelling: markup.make_token_name(i, mark) for i, t in enumerate(markup.tokens)}
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec | _rename_tokens(spec, names)))
-    except Exception as e:
-        raise ModelError(
-            f"the package tokenizers {tokenizers.__version__} does not accept the model's tokenizer.json: "
-            f"{shorten_error(e)}; upgrade the package (pip install -U tokenizers), or use another model"
-        ) from e
+    tokenizer = build_tokenizer(spec | _rename_tokens(spec, names))
     for token in markup.tokens:
         if tokenizer.token_to_id(names[token.spelling]) != token.id:
             raise ModelError(

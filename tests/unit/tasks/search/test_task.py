@@ -294,6 +294,9 @@ def test_a_run_keeps_absolute_paths_of_passages(tmp_path: Path, monkeypatch: pyt
     settled = settle_inputs(RL(model="tiny", task=task, steps=1)).task
     assert settled.data == str(tmp_path / "q.jsonl")
     assert settled.passages == (str(tmp_path / "p.jsonl"), "owner/name")
+    by_meaning = SearchQA(context="tool", match="both", embedder="models/mine")
+    settled = settle_inputs(RL(model="tiny", task=by_meaning, steps=1)).task
+    assert settled.embedder == str(tmp_path / "models" / "mine")
 
 
 SEARCHING = """
