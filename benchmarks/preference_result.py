@@ -42,17 +42,16 @@ COLUMNS = [
 NUMBERS = ("accuracy", "low", "high", "summary", "mean_tokens", "setting")
 
 
-def train(seed: int, a: argparse.Namespace, flags: list[str]) -> tuple[Path, float]:
-    """Trains with a seed. Returns the folder of the run, and the seconds of the whole command."""
-    name = f"seed-{seed}"
+def train(recipe: str, run: Path, flags: list[str]) -> tuple[Path, float]:
+    """Trains a recipe in the folder `run`, which is new. Returns the folder, and the seconds of the whole command."""
     begin = time.monotonic()
-    settings = ["--model", a.model, "--data.path", a.data, "--seed", str(seed), *flags]
-    subprocess.run([*COHORT, "train", "dpo", "--out", str(a.out / "runs"), "--name", name, *settings], check=True)
-    return a.out / "runs" / name, time.monotonic() - begin
+    place = ["--out", str(run.parent), "--name", run.name]
+    subprocess.run([*COHORT, "train", recipe, *place, *flags], check=True)
+    return run, time.monotonic() - begin
 
 
 def summarise_run(run: Path, seconds: float) -> dict[str, Any]:
-    """Returns the numbers of a run: held-out pairs before and after, their difference, steps and times."""
+    """Returns the numbers of a run: held-out accuracy before and after, their difference, steps and times."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in (run / "eval").glob("*.json")]
     found.sort(key=lambda evaluation: evaluation["setting"]["step"])
     before, after = ({name: evaluation[name] for name in NUMBERS} for evaluation in (found[0], found[-1]))
@@ -80,7 +79,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     a, rest = parser.parse_known_args()
     flags = [flag for flag in rest if flag != "--"]
-    runs = {seed: train(seed, a, flags) for seed in a.seeds}
+    given = ["--model", a.model, "--data.path", a.data, *flags]
+    runs = {seed: train("dpo", a.out / "runs" / f"seed-{seed}", [*given, "--seed", str(seed)]) for seed in a.seeds}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     result = {
         "recipe": "dpo",
