@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,9 @@ import torch
 
 from cohort.recipes import RECIPES
 from cohort.run.machine import describe_machine
+from cohort.tasks.search.task import SearchQA
+from cohort.tools.formats import FORMATS, NamedResult
+from cohort.tools.schema import make_tool
 from preference_result import COLUMNS as PAIR_COLUMNS
 from preference_result import summarise_run, train
 from real_result import COHORT, write_metrics_csv
@@ -49,6 +51,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "sft": {"batch.examples": 4, "sampling.max-tokens": 16},
     "dpo": {"batch.pairs": 2},
 }
+QUICK_SAMPLING = ("eval.problems", "eval.every", "sampling.max-tokens")
 # At most so many columns in a line of the table, as in every document.
 LINE = 120
 
@@ -62,6 +65,8 @@ class SmallRecipe:
     recipe: str
     settings: Mapping[str, Any] = field(default_factory=dict)  # on top of those of `recipe`
     device: Literal["cpu", "gpu"] = "cpu"
+    # Settings of the recipe IMITATION, which makes the model that training starts from; None = the recipe's model.
+    first: Mapping[str, Any] | None = None
     changed: str
 
 
@@ -69,18 +74,25 @@ class SmallRecipe:
 CPU = {"eval.problems": 500}
 # On one large GPU: 64 prompts x 8 samples of 256 tokens take about a second per step with this model.
 GPU = {
-    "steps": 60,
+    "steps": 50,
     "batch.prompts": 64,
     "batch.samples": 8,
     "sampling.max-tokens": 256,
     "engine.slots": 512,
     "optim.lr": 1e-5,
     "eval.problems": 0,
-    "eval.every": 30,
-    "save.every": 60,
+    "eval.every": 25,
+    "save.every": 50,
     "save.keep-last": 1,
     "save.keep-best": False,
 }
+# SmolLM2-135M writes no answer in the form that is asked for, and none of its samples would be paid. So it first
+# imitates right answers to the prompts of the task.
+IMITATION = "smollm2_gsm8k_sft"
+FIRST = {"steps": 60, "batch.examples": 64, "save.every": 60, "save.keep-last": 1}
+# For a search these are conversations, which `write_search_traces` writes to this file, below the runs.
+TRACES = "search_traces.jsonl"
+SEARCH = {"corpus": "squad", "context": "tool", "max-chars": 400}
 SMALL = (
     SmallRecipe(
         project="miniseq",
@@ -154,7 +166,9 @@ SMALL = (
         recipe="smollm2_gsm8k",
         settings=GPU | {"algo.scale": "none", "algo.aggregate": "token", "algo.kl.weight": 0.001},
         device="gpu",
-        changed="SmolLM2-135M for Qwen2.5-0.5B; 64 prompts, not 128; 256 tokens, not 3000; 60 steps of 300",
+        first=FIRST,
+        changed="SmolLM2-135M after 60 steps of imitation for Qwen2.5-0.5B; 64 prompts, not 128; "
+        "256 tokens, not 3000; 50 steps of 300",
     ),
     SmallRecipe(
         project="miniseq",
@@ -162,7 +176,9 @@ SMALL = (
         recipe="smollm2_math",
         settings=GPU,
         device="gpu",
-        changed="SmolLM2-135M for Qwen2.5-Math-1.5B; 64 prompts, not 128; 256 tokens, not 3000; 60 steps of 300",
+        first=FIRST | {"task": "math12k"},
+        changed="SmolLM2-135M after 60 steps of imitation for Qwen2.5-Math-1.5B; 64 prompts, not 128; "
+        "256 tokens, not 3000; 50 steps of 300",
     ),
     SmallRecipe(
         project="miniseq",
@@ -191,10 +207,12 @@ SMALL = (
         whole="search_qa",
         recipe="smollm2_search_qa",
         settings=GPU
-        | {"steps": 40, "sampling.max-tokens": 64, "eval.every": 20, "save.every": 40}
-        | {"task.corpus": "squad", "task.reward": "seed", "reward.format": 1, "algo.kl.weight": 0.01},
+        | {"steps": 40, "sampling.max-tokens": 64, "eval.every": 20, "save.every": 40, "algo.kl.weight": 0.01}
+        | {f"task.{name}": value for name, value in SEARCH.items()}
+        | {"task.reward": "seed", "reward.format": 1},
         device="gpu",
-        changed="SmolLM2-135M, all weights, for adapters of Qwen2.5-3B-Instruct; "
+        first=FIRST | {"data": "conversations", "data.path": TRACES, "task": "none"},
+        changed="SmolLM2-135M after 60 steps of imitation, all weights, for adapters of Qwen2.5-3B-Instruct; "
         "passages of 400 characters, not 1500; 64 x 8 samples, not 4 x 4; "
         "three turns of 64 tokens, not two of 128; 40 steps of 256",
     ),
@@ -204,8 +222,9 @@ SMALL = (
         recipe="smollm2_gsm8k_tutor",
         settings=GPU | {"task.test-size": 500},
         device="gpu",
-        changed="SmolLM2-135M for Qwen2.5-3B-Instruct; 64 x 8 samples at temperature 1, not 8 x 4 at 0.7; "
-        "256 tokens, not 512; 60 steps of 934",
+        first=FIRST | {"task.style": "tutor"},
+        changed="SmolLM2-135M after 60 steps of imitation for Qwen2.5-3B-Instruct; "
+        "64 x 8 samples at temperature 1, not 8 x 4 at 0.7; 256 tokens, not 512; 50 steps of 934",
     ),
     SmallRecipe(
         project="TorchRL",
@@ -215,8 +234,9 @@ SMALL = (
         | {"steps": 40, "eval.every": 20, "save.every": 40, "task.style": "tags"}
         | {"algo.aggregate": "token", "algo.entropy": 1e-4},
         device="gpu",
-        changed="SmolLM2-135M, all weights, for adapters of Qwen2.5-3B; 64 x 8 samples, not 32 x 16; "
-        "256 tokens, not 1024; 40 steps of 195; measured: first attempts",
+        first=FIRST | {"task.style": "tags"},
+        changed="SmolLM2-135M after 60 steps of imitation, all weights, for adapters of Qwen2.5-3B; "
+        "64 x 8 samples, not 32 x 16; 256 tokens, not 1024; 40 steps of 195; measured: first attempts",
     ),
     SmallRecipe(
         project="TorchRL",
@@ -225,23 +245,53 @@ SMALL = (
         settings=GPU,
         device="gpu",
         changed="SmolLM2-135M, all weights, for adapters of Qwen2.5-7B; the whole answer is checked; "
-        "64 x 8 samples, not 16 x 16; 256 tokens, not 2048; 60 steps of 390",
+        "64 x 8 samples, not 16 x 16; 256 tokens, not 2048; 50 steps of 390",
     ),
 )
 
 
-def make_flags(small: SmallRecipe, threads: int = 0, quick: bool = False) -> list[str]:
+def make_flags(recipe: str, settings: Mapping[str, Any], threads: int = 0, quick: bool = False) -> list[str]:
     """Returns the flags of `cohort train`. `threads` 0 = all cores. With `quick` there is one tiny step."""
-    settings = {**small.settings, "threads": threads}
+    settings = {**settings, "threads": threads}
     if quick:
-        settings |= {
-            "steps": 1,
-            "eval.problems": 4,
-            "eval.every": 0,
-            "save.every": 1,
-            **QUICK[RECIPES[small.recipe]().kind],
-        }
+        settings |= {"steps": 1, "save.every": 1, "eval.problems": 4, "eval.every": 0}
+        settings |= QUICK[RECIPES[recipe]().kind]
+        if settings.get("task") == "none":  # nothing is sampled
+            settings = {name: value for name, value in settings.items() if name not in QUICK_SAMPLING}
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def write_search_traces(file: Path) -> None:
+    """Writes conversations to imitate: the question is searched for, and the right answer follows the passages.
+
+    They are about training questions. Those are left out for which no accepted answer is in what the search finds.
+    """
+    task = SearchQA(**{name.replace("-", "_"): value for name, value in SEARCH.items()})
+    calls = FORMATS["tags"]
+    about = calls.describe_tools([make_tool(task.search).describe()])
+    lines = []
+    for row in task.rows("train"):
+        found = task.search(row["question"])
+        if any(answer.lower() in found.lower() for answer in row["answers"]):
+            call = {"role": "assistant", "content": f"<tool:search>{row['question']}</tool>"}
+            replies = calls.make_replies([NamedResult(name="search", content=found)])
+            answer = {"role": "assistant", "content": task.gold(row)}
+            talk = [{"role": "system", "content": about}, *task.prompt(row), call, *replies, answer]
+            lines.append(json.dumps({"messages": talk}) + "\n")
+    file.write_text("".join(lines), encoding="utf-8")
+
+
+def imitate(small: SmallRecipe, runs: Path, threads: int, quick: bool) -> tuple[Path, float]:
+    """Trains the model that a small recipe starts from, below the folder `runs`.
+
+    Returns the folder of the run, and the seconds of the whole command.
+    """
+    settings = dict(small.first or {})
+    if settings.get("data.path") == TRACES:
+        runs.mkdir(parents=True, exist_ok=True)
+        settings["data.path"] = runs / TRACES
+        write_search_traces(runs / TRACES)
+    return train(IMITATION, runs / f"{small.recipe}-first", make_flags(IMITATION, settings, threads, quick))
 
 
 def run_row(small: SmallRecipe, runs: Path, out: Path, threads: int, quick: bool) -> None:
@@ -252,7 +302,12 @@ def run_row(small: SmallRecipe, runs: Path, out: Path, threads: int, quick: bool
     if (runs / small.recipe).exists():
         raise SystemExit(f"{runs / small.recipe} is a run without a result; remove it, or name another folder: --runs.")
     kind = RECIPES[small.recipe]().kind
-    flags = make_flags(small, threads, quick)
+    flags = make_flags(small.recipe, small.settings, threads, quick)
+    start: dict[str, Any] = {}
+    if small.first is not None:
+        model, imitation_seconds = imitate(small, runs, threads, quick)
+        start = {"first": small.first, "imitation_seconds": imitation_seconds}
+        flags += ["--model", str(model)]
     run, seconds = train(small.recipe, runs / small.recipe, flags)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     machine = describe_machine(gpu)
@@ -261,6 +316,7 @@ def run_row(small: SmallRecipe, runs: Path, out: Path, threads: int, quick: bool
         "of": small.whole,
         "project": small.project,
         "flags": flags,
+        **start,
         "date": date.today().isoformat(),
         "device": gpu or f"{machine.processor}, {machine.num_cores} cores",
         # Of the last 15 minutes. Above the number of threads, other programs used the processor too.
@@ -269,13 +325,18 @@ def run_row(small: SmallRecipe, runs: Path, out: Path, threads: int, quick: bool
         **summarise_run(run, seconds),
     }
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copy(run / "config.yaml", out / "config.yaml")
+    write_without_place(out / "config.yaml", (run / "config.yaml").read_text(encoding="utf-8"), runs)
     write_metrics_csv(run, out / "metrics.csv", COLUMNS[kind])
     title = f"{small.recipe}: {small.whole} of {small.project}, small"
     picture = ["--metrics", CURVES[kind], "--title", title, "--out", str(out / "curves.svg"), "--force"]
     subprocess.run([*COHORT, "plot", str(run), *picture], check=True)
     # Last, because a row with this file is done.
-    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_without_place(out / "result.json", json.dumps(result, indent=1) + "\n", runs)
+
+
+def write_without_place(file: Path, text: str, runs: Path) -> None:
+    """Writes a text, in which the folder `runs` of this machine is called runs."""
+    file.write_text(text.replace(str(runs.resolve()), "runs").replace(str(runs), "runs"), encoding="utf-8")
 
 
 def format_rows(small: SmallRecipe, result: Mapping[str, Any] | None) -> list[str]:
@@ -293,7 +354,13 @@ def format_rows(small: SmallRecipe, result: Mapping[str, Any] | None) -> list[st
         name = f"[{name}]"
         rises = "" if gain["low"] > 0 else "no rise: " if gain["high"] >= 0 else "falls: "
         numbers = [f"{100 * side['accuracy']:.1f}%" for side in (before, after)] + [f"{rises}{100 * gain['mean']:+.1f}"]
-        first = [name, device, str(result["steps"]), f"{result['seconds'] / 60:.1f}", *numbers]
+        first = [
+            name,
+            device,
+            str(result["steps"]),
+            f"{(result.get('imitation_seconds', 0) + result['seconds']) / 60:.1f}",
+            *numbers,
+        ]
         intervals = [f"{100 * side['low']:.1f} to {100 * side['high']:.1f}" for side in (before, after, gain)]
     rest = ["", "", "", *intervals]
     # What the cells and bars of a line with intervals leave of it.

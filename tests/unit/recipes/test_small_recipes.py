@@ -30,7 +30,8 @@ def script() -> Iterator[ModuleType]:
 def make_result(low: float, mean: float, high: float, device: str = "AMD EPYC, 2 cores") -> dict[str, Any]:
     side = {"accuracy": 0.25, "low": 0.2, "high": 0.3}
     difference = {"mean": mean, "low": low, "high": high}
-    return {"before": side, "after": side, "difference": difference, "steps": 7, "seconds": 90.0, "device": device}
+    times = {"steps": 7, "seconds": 60.0, "imitation_seconds": 30.0}
+    return {"before": side, "after": side, "difference": difference, "device": device, **times}
 
 
 def test_the_examples(script: ModuleType) -> None:
@@ -55,9 +56,13 @@ def test_every_recipe_of_the_five_projects_has_a_small_one(script: ModuleType) -
 
 def test_the_settings_are_those_of_the_recipes_and_the_words_are_true(script: ModuleType) -> None:
     for small in script.SMALL:
-        config, whole = load_config(small.recipe, script.make_flags(small)), load_config(small.whole)
-        quick = load_config(small.recipe, script.make_flags(small, threads=1, quick=True))
+        whole = load_config(small.whole)
+        config = load_config(small.recipe, script.make_flags(small.recipe, small.settings))
+        quick = load_config(small.recipe, script.make_flags(small.recipe, small.settings, threads=1, quick=True))
         assert (quick.steps, quick.threads, quick.eval.problems) == (1, 1, 4)
+        for fast in (False, True) if small.first else ():
+            first = load_config(script.IMITATION, script.make_flags(script.IMITATION, small.first, quick=fast))
+            assert first.steps == (1 if fast else 60) and "after 60 steps of imitation" in small.changed
         assert config.model == ("tiny" if small.device == "cpu" else "smollm2-135m") and config.kind == whole.kind
         assert ("tiny" if small.device == "cpu" else "SmolLM2-135M") in small.changed
         assert whole.model.rpartition("/")[2].removesuffix("-Instruct") in small.changed
