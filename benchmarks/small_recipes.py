@@ -70,7 +70,7 @@ class SmallRecipe:
     changed: str
 
 
-# On a CPU: 500 problems, and steps for about four minutes on one core of two that other programs use too.
+# On a CPU: 500 problems, and so many steps that a row takes minutes on one core.
 CPU = {"eval.problems": 500}
 # On one large GPU: 64 prompts x 8 samples of 256 tokens take about a second per step with this model.
 GPU = {
@@ -108,9 +108,9 @@ SMALL = (
         project="RL-GRPO",
         whole="countdown_minibatches",
         recipe="tiny_countdown_minibatches",
-        settings=CPU | {"steps": 30, "reward.format": 0.01, "eval.every": 15},
+        settings=CPU | {"steps": 20, "reward.format": 0.01, "eval.every": 10},
         changed="tiny for Qwen2.5-3B-Instruct; the rules are not stated; no open think tag; 32 prompts, not 8; "
-        "192 tokens, not 896; 30 steps of 125",
+        "192 tokens, not 896; 20 steps of 125",
     ),
     SmallRecipe(
         project="miniseq",
@@ -132,10 +132,10 @@ SMALL = (
         whole="calculator",
         recipe="tiny_calculator",
         settings=CPU
-        | {"steps": 60, "task.reward": "seed", "reward.correct": 0, "reward.steps": 1, "turns.max-turns": 2}
-        | {"algo.kl.weight": 0.01, "eval.every": 30},
+        | {"steps": 40, "task.reward": "seed", "reward.correct": 0, "reward.steps": 1, "turns.max-turns": 2}
+        | {"algo.kl.weight": 0.01, "eval.every": 20},
         changed="tiny for Qwen2.5-3B-Instruct with adapters; shorter sums; 32 x 8 samples, not 4 x 4; "
-        "48 tokens, not 128; 60 steps of 256",
+        "48 tokens, not 128; 40 steps of 256",
     ),
     SmallRecipe(
         project="TorchRL",
@@ -261,12 +261,11 @@ def make_flags(recipe: str, settings: Mapping[str, Any], threads: int = 0, quick
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def write_search_traces(file: Path) -> None:
+def write_search_traces(task: SearchQA, file: Path) -> None:
     """Writes conversations to imitate: the question is searched for, and the right answer follows the passages.
 
     They are about training questions. Those are left out for which no accepted answer is in what the search finds.
     """
-    task = SearchQA(**{name.replace("-", "_"): value for name, value in SEARCH.items()})
     calls = FORMATS["tags"]
     about = calls.describe_tools([make_tool(task.search).describe()])
     lines = []
@@ -290,7 +289,8 @@ def imitate(small: SmallRecipe, runs: Path, threads: int, quick: bool) -> tuple[
     if settings.get("data.path") == TRACES:
         runs.mkdir(parents=True, exist_ok=True)
         settings["data.path"] = runs / TRACES
-        write_search_traces(runs / TRACES)
+        task = SearchQA(**{name.replace("-", "_"): value for name, value in SEARCH.items()})
+        write_search_traces(task, runs / TRACES)
     return train(IMITATION, runs / f"{small.recipe}-first", make_flags(IMITATION, settings, threads, quick))
 
 
@@ -299,17 +299,16 @@ def run_row(small: SmallRecipe, runs: Path, out: Path, threads: int, quick: bool
 
     Raises CalledProcessError if a command fails.
     """
-    if (runs / small.recipe).exists():
-        raise SystemExit(f"{runs / small.recipe} is a run without a result; remove it, or name another folder: --runs.")
     kind = RECIPES[small.recipe]().kind
-    flags = make_flags(small.recipe, small.settings, threads, quick)
+    place = {"device": "cpu"} if small.device == "cpu" else {}
+    flags = make_flags(small.recipe, {**small.settings, **place}, threads, quick)
     start: dict[str, Any] = {}
     if small.first is not None:
         model, imitation_seconds = imitate(small, runs, threads, quick)
         start = {"first": small.first, "imitation_seconds": imitation_seconds}
         flags += ["--model", str(model)]
     run, seconds = train(small.recipe, runs / small.recipe, flags)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    gpu = torch.cuda.get_device_name() if small.device == "gpu" and torch.cuda.is_available() else ""
     machine = describe_machine(gpu)
     result = {
         "recipe": small.recipe,
@@ -354,13 +353,8 @@ def format_rows(small: SmallRecipe, result: Mapping[str, Any] | None) -> list[st
         name = f"[{name}]"
         rises = "" if gain["low"] > 0 else "no rise: " if gain["high"] >= 0 else "falls: "
         numbers = [f"{100 * side['accuracy']:.1f}%" for side in (before, after)] + [f"{rises}{100 * gain['mean']:+.1f}"]
-        first = [
-            name,
-            device,
-            str(result["steps"]),
-            f"{(result.get('imitation_seconds', 0) + result['seconds']) / 60:.1f}",
-            *numbers,
-        ]
+        minutes = (result.get("imitation_seconds", 0) + result["seconds"]) / 60
+        first = [name, device, str(result["steps"]), f"{minutes:.1f}", *numbers]
         intervals = [f"{100 * side['low']:.1f} to {100 * side['high']:.1f}" for side in (before, after, gain)]
     rest = ["", "", "", *intervals]
     # What the cells and bars of a line with intervals leave of it.
@@ -424,6 +418,11 @@ def run_rows(chosen: Sequence[SmallRecipe], a: argparse.Namespace, runs: Path, o
     for small in chosen:
         if (out / small.recipe / "result.json").exists():
             print(f"{small.recipe}: there is a result already", flush=True)
+            continue
+        run = runs / small.recipe
+        if run.exists():
+            print(f"{run} is a run without a result; remove it, or name another folder: --runs.", file=sys.stderr)
+            failed.append(small.recipe)
             continue
         try:
             run_row(small, runs, out / small.recipe, a.threads, a.quick)

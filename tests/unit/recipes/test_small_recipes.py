@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -15,6 +16,11 @@ import pytest
 from cohort.config.kinds import RL
 from cohort.config.load import load_config
 from cohort.recipes import RECIPES
+from cohort.tasks.base import make_plain_answer
+from cohort.tasks.grading import grade
+from cohort.tasks.search.task import SearchQA
+from cohort.tools.formats import FORMATS
+from cohort.tools.schema import make_tool
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECTS = ("miniseq", "RL-GRPO", "re-grpo", "gsm8k-grpo", "TorchRL")
@@ -83,6 +89,24 @@ def test_the_settings_are_those_of_the_recipes_and_the_words_are_true(script: Mo
             assert both in ([], [(prompts[0], samples[0], prompts[1], samples[1])])
             assert bool(both) == (samples[0] != samples[1])
             assert both or said == [prompts] * (prompts[0] != prompts[1])
+
+
+def test_a_trace_of_a_search_ends_with_the_right_answer_to_passages_that_have_it(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    task = SearchQA(corpus="small", context="tool", max_chars=400)
+    script.write_search_traces(task, tmp_path / "traces.jsonl")
+    talks = [json.loads(line)["messages"] for line in (tmp_path / "traces.jsonl").read_text().splitlines()]
+    rows = {task.prompt(row)[0]["content"]: row for row in task.rows("train")}
+    assert len(rows) * 0.8 <= len(talks) <= len(rows)
+    for system, user, call, found, answer in talks:
+        row = rows[user["content"]]
+        assert system["content"].startswith("You can use tools.") and "<tool:search>" in system["content"]
+        [read] = FORMATS["tags"].find_calls(call["content"], {"search": make_tool(task.search)})
+        assert read.arguments == {"query": row["question"]} and read.problem == ""
+        assert found["content"] == f"<result:search>{task.search(row['question'])}</result>"
+        assert any(right.lower() in found["content"].lower() for right in row["answers"])
+        assert grade(task, row, make_plain_answer(answer["content"])).parts["correct"] == 1
 
 
 def test_a_row_says_what_was_measured(script: ModuleType) -> None:
