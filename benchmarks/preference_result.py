@@ -48,17 +48,16 @@ MEANS = ("loss", "reward/accuracy", "reward/margin", "reward/chosen", "reward/re
 NUMBERS = ("accuracy", "low", "high", "summary", "mean_tokens", "setting")
 
 
-def train(seed: int, a: argparse.Namespace, flags: list[str]) -> tuple[Path, float]:
-    """Trains with a seed. Returns the folder of the run, and the seconds of the whole command."""
-    name = f"seed-{seed}"
+def train(recipe: str, run: Path, flags: list[str]) -> tuple[Path, float]:
+    """Trains a recipe in the folder `run`, which is new. Returns the folder, and the seconds of the whole command."""
     begin = time.monotonic()
-    settings = ["--model", a.model, "--data.path", a.data, "--seed", str(seed), *flags]
-    subprocess.run([*COHORT, "train", "dpo", "--out", str(a.out / "runs"), "--name", name, *settings], check=True)
-    return a.out / "runs" / name, time.monotonic() - begin
+    place = ["--out", str(run.parent), "--name", run.name]
+    subprocess.run([*COHORT, "train", recipe, *place, *flags], check=True)
+    return run, time.monotonic() - begin
 
 
 def summarise_run(run: Path, seconds: float) -> dict[str, Any]:
-    """Returns the numbers of a run: held-out pairs before and after, their difference, steps and times."""
+    """Returns the numbers of a run: held-out accuracy before and after, their difference, steps and times."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in (run / "eval").glob("*.json")]
     found.sort(key=lambda evaluation: evaluation["setting"]["step"])
     before, after = ({name: evaluation[name] for name in NUMBERS} for evaluation in (found[0], found[-1]))
@@ -100,10 +99,11 @@ def main() -> None:
     parser.add_argument("--drop-checkpoints", action="store_true", help="remove those of each run once it is measured")
     a, rest = parser.parse_known_args()
     flags = [flag for flag in rest if flag != "--"]
+    given = ["--model", a.model, "--data.path", a.data, *flags]
     runs: dict[int, Path] = {}
     summaries: dict[int, dict[str, Any]] = {}
     for seed in a.seeds:
-        runs[seed], seconds = train(seed, a, flags)
+        runs[seed], seconds = train("dpo", a.out / "runs" / f"seed-{seed}", [*given, "--seed", str(seed)])
         summaries[seed] = summarise_run(runs[seed], seconds)
         if a.drop_checkpoints:
             shutil.rmtree(runs[seed] / "checkpoints")

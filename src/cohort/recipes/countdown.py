@@ -1,4 +1,4 @@
-"""Recipes for Countdown: the one of TinyZero and miniseq, and one for a smaller model."""
+"""Recipes for Countdown: those of the projects TinyZero, miniseq and RL-GRPO, and one for a smaller model."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ def countdown() -> RL:
         optim=OptimConfig(lr=1e-6, schedule="cosine", warmup=6, weight_decay=0.01),
         eval=EvalConfig(every=25, problems=500),
         save=SaveConfig(every=25),
+    )
+
+
+@recipe
+def countdown_minibatches() -> RL:
+    """Countdown with Qwen2.5-3B-Instruct: 8 prompts x 8 samples in four minibatches, an entropy bonus (RL-GRPO)."""
+    return replace(
+        # The project makes one pass over its data; the number of steps is that of the recipe countdown.
+        countdown(),
+        model="Qwen/Qwen2.5-3B-Instruct",
+        # A right answer earns 1.01, a wrong one in tags 0.01.
+        reward={"correct": 1.0, "format": 0.01},
+        batch=BatchConfig(prompts=8, samples=8),
+        sampling=SamplingConfig(max_tokens=896),
+        algo=GRPO(entropy=0.001),
+        optim=OptimConfig(lr=1e-6),
+        learner=LearnerConfig(minibatches=4),
     )
 
 

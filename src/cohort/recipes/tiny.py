@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cohort.config.algos import OnlineDPO
+from cohort.config.algos import GRPO, OnlineDPO
 from cohort.config.imitation import DPO, SFT, AnswerSampling, ExamplesConfig, PairsConfig, SumPairs, TaskAnswers, Traces
 from cohort.config.kinds import RL
 from cohort.config.schema import (
@@ -16,6 +16,7 @@ from cohort.config.schema import (
     OptimConfig,
     SamplingConfig,
     SaveConfig,
+    ThinkAgain,
 )
 from cohort.recipes.registry import recipe
 from cohort.tasks.arithmetic import Arithmetic
@@ -58,6 +59,19 @@ def tiny_lora() -> RL:
 def tiny_countdown() -> RL:
     """Countdown with the bundled model: reach a target from three or four numbers, in 150 steps."""
     return replace(quickstart(), steps=150, task=Countdown(), sampling=SamplingConfig(max_tokens=192))
+
+
+@recipe
+def tiny_countdown_minibatches() -> RL:
+    """The recipe tiny_countdown with four optimizer steps per step and an entropy bonus, in 50 steps."""
+    learner = LearnerConfig(token_budget=8192, minibatches=4)
+    return replace(tiny_countdown(), steps=50, algo=GRPO(entropy=0.001), learner=learner)
+
+
+@recipe
+def tiny_again() -> RL:
+    """The recipe tiny_lora with a second attempt after a wrong answer: its score counts."""
+    return replace(tiny_lora(), turns=ThinkAgain(), algo=GRPO(aggregate="token", entropy=1e-4))
 
 
 @recipe

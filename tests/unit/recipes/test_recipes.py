@@ -71,7 +71,7 @@ def test_config_data_prompts_and_graders(name: str) -> None:
     for prompt in [*prompts[:3], *held_out[:3]]:
         text = tokenizer.spell(prompt.tokens)
         assert text.endswith("<|im_start|>assistant\n" + prompt.forced_text)
-        assert (Provenance.FORCED in prompt.provenance) == (name.endswith("countdown") and name != "tiny_countdown")
+        assert (Provenance.FORCED in prompt.provenance) == ("countdown" in name and not name.startswith("tiny_"))
         if task.name != "ifeval":  # some instructions are followed by any text
             assert grade(task, prompt.row, make_plain_answer("I do not know.")).parts[task.accuracy] == 0
     best = [grade(task, row, make_plain_answer(task.gold(row))).parts for row in rows_made_once(task, "train")[:5]]
@@ -132,7 +132,8 @@ def test_preferences_of_ultrafeedback_are_those_of_the_original_project() -> Non
 def test_each_seed_recipe_has_a_variant_for_a_cpu() -> None:
     small = {"arithmetic": "quickstart", "countdown": "tiny_countdown", "gsm8k": "smollm2_gsm8k"}
     small |= {"dr_grpo_math": "smollm2_math", "ifeval": "smollm2_ifeval", "gsm8k_tutor": "smollm2_gsm8k_tutor"}
-    small |= {"gsm8k_again": "smollm2_gsm8k_again", "calculator": "tiny_calculator", "search_qa": "smollm2_search_qa"}
+    small |= {"countdown_minibatches": "tiny_countdown_minibatches", "gsm8k_again": "smollm2_gsm8k_again"}
+    small |= {"calculator": "tiny_calculator", "search_qa": "smollm2_search_qa"}
     for name, variant in small.items():
         config = load_config(variant)
         assert type(config.task) is type(load_config(name).task) and config.model in ("tiny", "smollm2-135m")
@@ -181,6 +182,7 @@ Q = "Qwen/Qwen2.5"
 # Of the original projects: model, steps, prompts, samples, tokens, temperature, learning rate, schedule, KL, LoRA rank.
 PUBLISHED = {
     "countdown": (f"{Q}-3B", 125, 64, 8, 1024, 1.0, 1e-6, "cosine", 0.0, 0),
+    "countdown_minibatches": (f"{Q}-3B-Instruct", 125, 8, 8, 896, 1.0, 1e-6, "constant", 0.0, 0),
     "gsm8k": (f"{Q}-0.5B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),
     "gsm8k_1_5b": (f"{Q}-1.5B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),
     "gsm8k_3b": (f"{Q}-3B-Instruct", 300, 128, 8, 3000, 1.0, 1e-6, "cosine", 0.001, 0),
@@ -197,6 +199,7 @@ PUBLISHED = {
 }
 REWARDS = {
     "countdown": {"correct": 0.9, "format": 0.1},
+    "countdown_minibatches": {"correct": 1.0, "format": 0.01},
     "ifeval": {
         "prompt_strict": 0.4,
         "instruction_strict": 0.3,
