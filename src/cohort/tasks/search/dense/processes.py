@@ -39,7 +39,7 @@ from cohort.tasks.search.dense.model import Array, SentenceModel
 # A logger of its own: every command prints what it gets.
 log = logging.getLogger("cohort.tasks.progress")
 
-MAX_PROCESSES = 32
+MAX_PROCESSES = 16
 MIN_PASSAGES = 64  # of one process: starting it takes as long as embedding that many
 CHUNK = 16  # passages of one request
 END_SECONDS = 5.0  # for a process that has closed its output to end
@@ -70,8 +70,9 @@ class EmbeddingProcess:
     """A process that turns texts into vectors. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
-        """Starts the process and waits until it has loaded the model. Raises TaskError if it does not."""
+        """Starts the process, which then loads the model."""
         self._lock = threading.Lock()
+        self._width = 0  # of the vectors; 0 = the process was not ready yet
         # What the process prints, for the message about its end.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         source = str(Path(__file__).resolve().parents[4])
@@ -86,11 +87,29 @@ class EmbeddingProcess:
             env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONSAFEPATH": "1", "PYTHONPATH": path},
         )
         atexit.register(self.close)
-        hello = self._read_line()
+
+    def wait_until_ready(self) -> None:
+        """Waits until the process has loaded the model. Raises TaskError if it cannot, or ends."""
+        with self._lock:
+            self._read_hello()
+
+    def _read_hello(self) -> None:
+        """Reads the first message of the process, if it was not read yet. The caller holds the lock."""
+        if self._width:
+            return
+        assert self._process.stdout is not None
+        try:
+            line = self._process.stdout.readline()
+        # ValueError: it was closed.
+        except (OSError, ValueError):
+            line = b""
+        if not line.endswith(b"\n"):
+            raise self._explain_end()
+        hello: dict[str, Any] = parse_json(line)
         if "error" in hello:
             self.close()
             raise TaskError(hello["error"])
-        self.width: int = hello["width"]
+        self._width = hello["width"]
 
     def embed_query(self, query: str) -> Array:
         """Returns the vector of a query, of shape [width] and of length 1."""
@@ -98,28 +117,24 @@ class EmbeddingProcess:
         return vector
 
     def embed(self, texts: Sequence[str], kind: Kind) -> Array:
-        """Returns the vectors of texts, each computed alone, of shape [texts, width]. Raises TaskError if it ends."""
+        """Returns the vectors of texts, each computed alone, of shape [texts, width].
+
+        Raises TaskError if the process cannot load the model, or ends.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
+            self._read_hello()
+            size = 4 * self._width * len(texts)
             try:
                 self._process.stdin.write(json.dumps({"kind": kind, "texts": list(texts)}).encode() + b"\n")
                 self._process.stdin.flush()
-                content = self._process.stdout.read(4 * self.width * len(texts))
+                content = self._process.stdout.read(size)
             # ValueError: it was closed.
             except (OSError, ValueError):
                 content = b""
-        if len(content) < 4 * self.width * len(texts):
+        if len(content) < size:
             raise self._explain_end()
-        return np.frombuffer(content, np.float32).reshape(len(texts), self.width)
-
-    def _read_line(self) -> dict[str, Any]:
-        """Returns the first message of the process. Raises TaskError if it ends without one."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.endswith(b"\n"):
-            raise self._explain_end()
-        hello: dict[str, Any] = parse_json(line)
-        return hello
+        return np.frombuffer(content, np.float32).reshape(len(texts), self._width)
 
     def _explain_end(self) -> TaskError:
         """Returns the error for a process that has ended; the caller raises it."""
@@ -158,7 +173,11 @@ def open_embedder(folder: Path) -> QueryEmbedder:
 
     Each call with the same folder returns the same object. Raises TaskError if the model cannot be loaded.
     """
-    return OwnEmbedder(folder) if is_single_threaded() else EmbeddingProcess(folder)
+    if is_single_threaded():
+        return OwnEmbedder(folder)
+    process = EmbeddingProcess(folder)
+    process.wait_until_ready()
+    return process
 
 
 def embed_passages(folder: Path, width: int, texts: Sequence[str]) -> Array:
@@ -171,10 +190,10 @@ def embed_passages(folder: Path, width: int, texts: Sequence[str]) -> Array:
     num_processes = max(1, min(MAX_PROCESSES, count_cores(), len(texts) // MIN_PASSAGES))
     progress = EmbeddingProgress(len(texts), num_processes)
     with ExitStack() as stack:
-        started = [EmbeddingProcess(folder) for _ in range(num_processes)]
-        for process in started:
-            stack.callback(process.close)
-        free = list(started)
+        free: list[EmbeddingProcess] = []
+        for _ in range(num_processes):
+            free.append(EmbeddingProcess(folder))
+            stack.callback(free[-1].close)
 
         def embed_chunk(chunk: range) -> int:
             """Fills in the vectors of a chunk and returns their number."""

@@ -75,6 +75,7 @@ def test_a_process_with_one_thread_embeds_queries_itself(tmp_path: Path, monkeyp
 
 def test_the_process_has_one_thread_and_ends_when_it_is_closed(tmp_path: Path) -> None:
     process = EmbeddingProcess(write_model(tmp_path))
+    process.wait_until_ready()
     pid = process._process.pid
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     assert {f"{name}=1".encode() for name in THREAD_VARIABLES} <= set(variables)
@@ -87,6 +88,7 @@ def test_the_process_has_one_thread_and_ends_when_it_is_closed(tmp_path: Path) -
 
 def test_a_killed_process_is_named(tmp_path: Path) -> None:
     process = EmbeddingProcess(write_model(tmp_path))
+    process.wait_until_ready()
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(TaskError, match=r"computes vectors of texts was ended by SIGKILL; each needs as much memory"):
         process.embed(["tea"], "query")
@@ -112,7 +114,9 @@ def test_one_killed_process_ends_the_work_with_its_reason(tmp_path: Path, monkey
 
 def test_what_is_wrong_with_the_model_is_said_by_the_process_that_asked(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"has model_type 'mpnet'"):
-        EmbeddingProcess(write_model(tmp_path, {"model_type": "mpnet"}))
+        EmbeddingProcess(write_model(tmp_path, {"model_type": "mpnet"})).wait_until_ready()
+    with pytest.raises(TaskError, match=r"has model_type 'mpnet'"):
+        embed_passages(tmp_path, 8, ["tea"])
 
 
 PROGRAM = """
@@ -120,6 +124,7 @@ import sys
 from pathlib import Path
 from cohort.tasks.search.dense.processes import EmbeddingProcess
 process = EmbeddingProcess(Path(sys.argv[1]))
+process.wait_until_ready()
 print(process._process.pid, flush=True)
 sys.stdin.read()
 """
