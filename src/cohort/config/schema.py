@@ -110,8 +110,8 @@ class SamplingConfig(Section):
         if self.truncates_distribution and not self.allow_truncation:
             raise ConfigError(
                 f"sampling.top_p is {self.top_p}, top_k is {self.top_k} and min_p is {self.min_p}, so the policy "
-                "that samples is not the one that is trained. Add --sampling.allow-truncation True, or set "
-                "--sampling.top-p 1 --sampling.top-k 0 --sampling.min-p 0."
+                "that samples is not the one that is trained. Set --sampling.top-p 1 --sampling.top-k 0 "
+                "--sampling.min-p 0, or, with Cohort's own engine, add --sampling.allow-truncation True."
             )
         if "" in self.stop:
             raise ConfigError(

@@ -19,6 +19,8 @@ from cohort.types import Key, Message, Sample, Sampling
 
 # Seconds that a poll may wait for another process when the caller has nothing else to do.
 POLL_TIMEOUT = 1.0
+# The settings that name the engine on the learner's own weights, for advice. Native engines may be elsewhere too.
+ENGINE_HERE = "--engine native --engine.place here"
 
 
 @record

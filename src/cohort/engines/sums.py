@@ -21,6 +21,17 @@ CHUNK = 1 << 24
 # Odd, so that products with them lose no bit when they overflow.
 FACTOR, OFFSET = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D
 MODULUS = 1 << 64
+HALF = (1 << 32) - 1
+
+
+def mix_bits(words: Tensor) -> Tensor:
+    """Returns words of 64 bits as other words, in which every bit depends on many. Different words stay different.
+
+    Without it a sum of products would miss changes of highest bits alone: two changes of a sign are 0 modulo 2^64. The
+    word 0 stays 0.
+    """
+    spread = words * FACTOR
+    return spread ^ ((spread >> 32) & HALF)
 
 
 def sum_bits(tensors: Iterable[Tensor]) -> int:
@@ -33,7 +44,7 @@ def sum_bits(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         bits = tensor.detach().flatten().view(INTEGERS[tensor.element_size()])
         for part in bits.split(CHUNK):
-            x = part.long()
+            x = mix_bits(part.long())
             total += int((x * (x * FACTOR + OFFSET)).sum())
     return total % MODULUS
 

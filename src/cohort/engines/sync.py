@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.engines.base import ComparableEngine, Engine, RestartingEngine, SleepingEngine, Weights
+from cohort.engines.base import ENGINE_HERE, ComparableEngine, Engine, RestartingEngine, SleepingEngine, Weights
 from cohort.engines.native.random import draw_uniforms
 from cohort.errors import EngineError
 from cohort.models.shards import TensorSpec
@@ -28,7 +28,7 @@ LARGEST_START_GAP = {"float32": 0.01, "float64": 0.01, "bfloat16": 0.5, "float16
 # Trained weights round otherwise than those of the start: a gap may grow by this factor before it counts as wrong.
 GROWTH = 4.0
 SMALLEST_TOLERANCE = 1e-5  # in nats; about ten times the usual gap of two fp32 programs
-ADVICE = "Continue from the last checkpoint with another engine: cohort resume RUN --engine native."
+ADVICE = f"Continue from the last checkpoint with another engine: cohort resume RUN {ENGINE_HERE}."
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,8 +69,9 @@ class Canary:
         if not gap <= most:
             raise EngineError(
                 f"the {name} engine and the learner do not compute the same model: log-probabilities of the same "
-                f"tokens differ by {gap:.3g} on average, and at most {most} is rounding in {self.dtype}. Train with "
-                "--engine native."
+                f"tokens differ by {gap:.3g} on average, and at most {most} is rounding in {self.dtype}. A server that "
+                f"you started must have the same model and compute in {self.dtype} (vLLM: --dtype {self.dtype}). "
+                f"Else train with {ENGINE_HERE}."
             )
         self.tolerance = max(GROWTH * gap, SMALLEST_TOLERANCE)
 
@@ -155,17 +156,17 @@ class WeightSync:
     specs: dict[str, TensorSpec] = field(default_factory=dict)  # of the model's tensors, by name; {} without a canary
     metrics: dict[str, float] = field(default_factory=dict)  # of the last `send`; {} without a canary
 
-    def start(self, rounded: bool = False) -> None:
+    def start(self, load_first: bool = False) -> None:
         """Compares engine and learner before the first step, and sends the weights for the first time, as version 0.
 
-        Does nothing without a canary. Both must have the model as it is in its files. `rounded` says that the learner
-        has rounded its weights since (nf4): then both are compared after the load only. Raises EngineError if they
-        compute something else.
+        Does nothing without a canary. Both must have the model as it is in its files. `load_first` says that they have
+        not: the learner has rounded its weights (nf4), or the engine has those of an earlier run. Then both are
+        compared after the load only. Raises EngineError if they compute something else.
         """
         if self.canary is None:
             return
         self.specs = dict(self.get_weights().specs)
-        if rounded:
+        if load_first:
             self.engine.load(CheckedWeights(self.get_weights(), self.specs), 0)
         self.canary.set_tolerance(self.engine.name)
         self.send(version=0)

@@ -22,7 +22,7 @@ from cohort.config.rollout import RolloutConfig
 from cohort.config.schema import Conversation, NativeEngine, RunConfig
 from cohort.engines.base import ComparableEngine, Engine, require_for_training
 from cohort.engines.factory import EngineModel, get_abilities, make_engine
-from cohort.engines.fleet.room import is_elsewhere, leave_room
+from cohort.engines.fleet.room import has_given_servers, is_elsewhere, leave_room
 from cohort.engines.sync import Canary, WeightSync
 from cohort.errors import ConfigError
 from cohort.evaluation.evaluate import digest_rows
@@ -132,7 +132,8 @@ def build_rl_job(config: RL, world: World = ONE_PROCESS) -> RLJob:
     )
     engine = make_engine(config.engine, subject)
     sync = WeightSync(get_weights=learner.weights, engine=engine, canary=_make_canary(engine, learner, config, model))
-    sync.start(rounded=config.learner.lora.base == "nf4")
+    # A server that is given may have the weights of an earlier run.
+    sync.start(load_first=config.learner.lora.base == "nf4" or has_given_servers(config.engine))
     scorer = make_scorer(config, tokenizer)
     training, evaluation = make_episode_settings(
         config, sampling, tokenizer, context=limit + longest if isinstance(config.turns, Conversation) else 0

@@ -55,7 +55,7 @@ class PrivateFolder:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             janitor = subprocess.Popen(
-                [sys.executable, "-m", "cohort.system.private_folder", str(path), str(os.getpid())],
+                [sys.executable, "-P", "-m", "cohort.system.private_folder", str(path), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

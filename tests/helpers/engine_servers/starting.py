@@ -108,7 +108,9 @@ def write_python(path: Path, kind: str) -> Path:
     `PROGRAM -m any.module --flag ...` runs the stand-in with the flags.
     """
     command = shlex.join(make_command(kind))
-    path.write_text(f'#!/bin/sh\nshift 2\ncd {shlex.quote(str(ROOT))} && exec {command} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\nshift 2\nexport PYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH\nexec {command} "$@"\n'
+    )
     path.chmod(0o755)
     return path
 

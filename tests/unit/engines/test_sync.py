@@ -152,7 +152,7 @@ def test_an_engine_with_another_model_is_refused_at_the_start():
 def test_a_learner_that_rounded_its_weights_is_compared_after_the_load():
     learner, engine = small_decoder(seed=2), CopyingEngine([small_decoder(seed=1)])
     sync = make_sync(learner, engine)
-    sync.start(rounded=True)
+    sync.start(load_first=True)
     assert sync.canary is not None and sync.canary.tolerance == SMALLEST_TOLERANCE
 
 

@@ -93,6 +93,7 @@ class Replica(Protocol):
     """One engine of a fleet."""
 
     where: str  # for messages: "engine process 2 of 2 on cpu", "the server http://localhost:8000"
+    is_ours: bool  # whether this program starts and ends it; else it is waited for
     serial: int  # changes with every start and end
     work: WorkCounters  # since the last start; zeros if it does not count
 

@@ -25,7 +25,14 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class FailedCall(ReplicaLost):
-    """A call to which the server replied that it failed: it is there, and may answer others."""
+    """A call to which the server replied that it failed: it is there, and may answer others.
+
+    `status` is that of HTTP; 200 = the reply was of no use.
+    """
+
+    def __init__(self, text: str, status: int = 200) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class RefusedCall(Exception):
@@ -121,4 +128,18 @@ class ServerCalls:
         words = clean_text(f"{reply.status} {find_error_message(value, reply)}", self._key)
         if 400 <= reply.status < 500 and reply.status not in (408, 429):
             raise RefusedCall(reply.status, words)
-        raise FailedCall(f"failed {purpose}: {words}")
+        raise FailedCall(f"failed {purpose}: {words}", reply.status)
+
+    async def is_up(self, path: str, seconds: float, title: str) -> bool:
+        """Returns whether the server replies to a GET with success; False = it says that it is not ready yet.
+
+        `title` is the kind of server that it should be. Raises ReplicaLost while it cannot be reached, and ConfigError
+        if what replies is no such server.
+        """
+        try:
+            await self.get(path, seconds, "to say whether it is ready")
+        except FailedCall as failed:
+            if failed.status >= 500:
+                return False
+            raise ConfigError(f"the server {self.address} {failed}. Is it {title}'s server?") from failed
+        return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cohort.engines.sums import mix_bits
+
 CHUNK = 1 << 20  # words that are summed at once: it bounds the memory of products
 _WORD = 8  # bytes
 _MASK = (1 << 64) - 1
@@ -13,8 +15,9 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd, so that no part is lost when parts are join
 
 @torch.no_grad()
 def compute_checksum(tensor: Tensor) -> int:
-    """Returns a number of 64 bits. Any change of one 8-byte word changes it, and so does an exchange of two words.
+    """Returns a number of 64 bits. Any change of one 8-byte word changes it.
 
+    Changes of several words, such as an exchange or other signs, leave it as it is only by a coincidence of 64 bits.
     The type does not count, only the bytes in row order: compare shapes and types beside it. It is for mistakes, not
     against attacks.
 
@@ -38,7 +41,7 @@ def _sum_words(words: Tensor) -> int:
     """Returns the sum of words times odd numbers, modulo 2^64, over parts that are joined in order."""
     # Odd factors can be inverted modulo 2^64, so a change of one word always changes the sum. Integers wrap around.
     factors = 2 * torch.arange(min(CHUNK, len(words)), dtype=torch.int64, device=words.device) + 1
-    sums = [(part * factors[: len(part)]).sum() for part in words.split(CHUNK)]
+    sums = [(mix_bits(part) * factors[: len(part)]).sum() for part in words.split(CHUNK)]
     total = 0
     # One transfer from the device for all parts.
     for value in torch.stack(sums).tolist() if sums else []:

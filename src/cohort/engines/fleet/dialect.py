@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # Servers write this, or a little less, for the logarithm of 0 and for what is not a number: JSON has neither.
 IMPOSSIBLE_LOGPROB = -9_000.0
+# Rounding may make the logarithm of a probability near 1 a little larger than 0.
+LARGEST_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,7 @@ class Dialect(Protocol):
         """Returns the environment variables that a server needs."""
 
     async def is_healthy(self, calls: ServerCalls, seconds: float) -> bool:
-        """Returns whether the server has loaded its model. Raises ReplicaLost while it cannot be reached."""
+        """Returns whether the server has loaded its model. Raises what `ServerCalls.is_up` raises."""
 
     async def inspect(self, calls: ServerCalls, seconds: float) -> ServerFacts:
         """Returns what the server is, and lets it go on if it is paused.
@@ -132,11 +134,13 @@ def read_logprobs(values: Sequence[Any]) -> list[float]:
     """
     if not all(type(value) in (int, float) for value in values):
         raise FailedCall("sent log-probabilities that are no numbers")
-    found = [float(value) for value in values]
-    # Written so that NaN fails too.
-    if not all(value > IMPOSSIBLE_LOGPROB for value in found):
-        raise EngineError("a server computes log-probabilities that are no numbers: its weights may be damaged.")
-    return found
+    # Written so that NaN fails too. Whole numbers may be larger than any float.
+    if not all(IMPOSSIBLE_LOGPROB < value <= LARGEST_LOGPROB for value in values):
+        raise EngineError(
+            "a server computes log-probabilities that none can be (above 0, far below, or no numbers): its weights may "
+            "be damaged."
+        )
+    return [float(value) for value in values]
 
 
 def read_field(reply: Any, *path: str | int) -> Any:

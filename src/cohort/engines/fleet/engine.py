@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 
-from cohort.engines.base import Abilities, ComparableEngine, Event, Request, Weights, WorkCounters
+from cohort.engines.base import ENGINE_HERE, Abilities, ComparableEngine, Event, Request, Weights, WorkCounters
 from cohort.engines.fleet.base import Forgotten, LoadedWeights, News, NewsQueue, Order, Replica, ReplicaLost
 from cohort.engines.fleet.transfer import Transfer, find_difference
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
@@ -145,7 +145,7 @@ class Fleet:
                 self._replace(post, str(lost))
                 return nothing
             if sample is not None:
-                del post.owned[id]
+                self._check_sample(post, post.owned.pop(id), sample)
                 return sample
             # It had ended before the replica was told.
             self._take_news()
@@ -280,7 +280,19 @@ class Fleet:
         if request.keep:
             self._homes[news.id] = post
         sample = news.sample
+        self._check_sample(post, request, sample)
         self._events.append(Event(id=news.id, tokens=sample.tokens, logprobs=sample.sampler_logprobs, sample=sample))
+
+    def _check_sample(self, post: Post, request: Request, sample: Sample) -> None:
+        """Raises EngineError for a sample that cannot be one of the request: the learner would fail, or be misled."""
+        num, most = len(sample.tokens), request.sampling.max_tokens
+        fault = f"drew {num} tokens where at most {most} were asked for" if num > most else ""
+        if any(token >= self.limits.vocab_size for token in sample.tokens):
+            fault = f"drew the token {max(sample.tokens)}, and the model has {self.limits.vocab_size}"
+        if fault:
+            raise EngineError(
+                f'{post.replica.where} {fault} (request "{request.id}"). Is it of another model? {REPEAT}'
+            )
 
     # ---- replicas
 
@@ -288,7 +300,7 @@ class Fleet:
         """Starts all replicas. Raises the first error."""
         for post, error in zip(self._posts, self._run_on_all(lambda post: post.replica.start()), strict=True):
             if isinstance(error, ReplicaLost):
-                raise EngineError(f"{post.replica.where} did not start: it {error}. Use --engine native.") from error
+                raise EngineError(f"{post.replica.where} did not start: it {error}. Or use {ENGINE_HERE}.") from error
             if error is not None:
                 raise error
 
@@ -332,7 +344,8 @@ class Fleet:
                 f"allows no more. {REPEAT}"
             )
         self.num_restarts += 1
-        again = f"it is started again ({self.num_restarts} of {self.limits.restarts} restarts)"
+        how = "started again" if post.replica.is_ours else "waited for"
+        again = f"it is {how} ({self.num_restarts} of {self.limits.restarts} restarts)"
         requests = {0: "", 1: ", and its request begins again"}.get(
             num_requests, f", and its {num_requests} requests begin again"
         )
@@ -340,7 +353,7 @@ class Fleet:
 
     def _start_again(self, post: Post) -> None:
         """Starts a replica again, gives it the current weights, and proves them. Runs in a thread of its own."""
-        while True:
+        while not self._closed:
             try:
                 post.replica.end()
                 post.replica.start()
@@ -353,6 +366,8 @@ class Fleet:
                     self.late_proof(OneReplica(replica=post.replica))
                 return
             except ReplicaLost as lost:
+                if self._closed:
+                    return
                 try:
                     self._count_restart(post, str(lost), 0)
                 except EngineError as error:
@@ -360,6 +375,11 @@ class Fleet:
                     return
             except CohortError as error:
                 self._failure = error
+                return
+            except Exception as error:
+                # What has not been proved takes no requests, whatever the reason is.
+                words = f"{type(error).__name__}: {error}"
+                self._failure = EngineError(f"{post.replica.where} could not be started again ({words}). {REPEAT}")
                 return
 
     def _collect_starters(self) -> None:
@@ -384,7 +404,7 @@ class Fleet:
         if fault := self._find_wrong_load(loaded):
             raise EngineError(
                 f"version {self.transfer.version} of the weights did not arrive whole in {replica.where}: {fault}. "
-                "Continue from the last checkpoint with another engine: cohort resume RUN --engine native."
+                f"Continue from the last checkpoint with another engine: cohort resume RUN {ENGINE_HERE}."
             )
 
     def _find_wrong_load(self, loaded: LoadedWeights) -> str:
@@ -420,8 +440,12 @@ class Fleet:
         chosen = self._posts if posts is None else posts
         if len(chosen) == 1:
             return [run(chosen[0])]
-        with ThreadPoolExecutor(max(1, len(chosen))) as pool:
+        pool = ThreadPoolExecutor(max(1, len(chosen)))
+        try:
             return list(pool.map(run, chosen))
+        finally:
+            # After Ctrl-C nobody waits for a replica that does not answer: `close` ends it.
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,11 +90,17 @@ class WeightFolder:
         except OSError as e:
             raise EngineError(
                 f"the weights for engines in other processes cannot be written: {e}. They need "
-                f"{self.num_bytes / 2**30:.2f} GiB in shared memory or in the folder of temporary files, which the "
-                "environment variable TMPDIR names. Make room there, then continue: cohort resume RUN."
+                f"{self.num_bytes / 2**30:.2f} GiB {self._describe_place()}. Make room there, then continue: "
+                "cohort resume RUN."
             ) from e
         self.checksums = checksums
         self.version = version
+
+    def _describe_place(self) -> str:
+        """Returns where the folder is made, for a message."""
+        if self.parent is not None:
+            return f"in {self.parent} (--engine.folder)"
+        return "in shared memory or in the folder of temporary files, which the environment variable TMPDIR names"
 
     def _make_folder(self) -> None:
         """Makes the private folder, and copies the side files into it."""

@@ -70,6 +70,7 @@ class ProcessReplica:
     ) -> None:
         self.number = number
         self.where = where
+        self.is_ours = True
         self.hello = hello
         self.patience = patience
         self.environment = environment
@@ -87,7 +88,8 @@ class ProcessReplica:
         printed = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         guard = subprocess.Popen(
             [
-                *(sys.executable, "-m", PROGRAM),
+                # -P: no file of the working directory takes the place of a module.
+                *(sys.executable, "-P", "-m", PROGRAM),
                 *map(str, (theirs.fileno(), lifeline, os.getpid())),
             ],
             stdin=subprocess.DEVNULL,

@@ -47,7 +47,7 @@ class ServerProgram:
         # The guard imports this very package, with this interpreter; the command has another one, perhaps.
         own = str(Path(__file__).resolve().parents[3])
         guard = subprocess.Popen(
-            [sys.executable, "-m", "cohort.engines.fleet.program", str(lifeline), str(os.getpid()), *command],
+            [sys.executable, "-P", "-m", "cohort.engines.fleet.program", str(lifeline), str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
@@ -55,7 +55,13 @@ class ServerProgram:
             # Ctrl-C on a terminal reaches all processes of the session: this program decides what ends.
             start_new_session=True,
             cwd=tempfile.gettempdir(),
-            env={**inherited, **environment, "PYTHONPATH": _join_paths(own, environment, os.environ)},
+            env={
+                **inherited,
+                **environment,
+                "PYTHONPATH": _join_paths(own, environment, os.environ),
+                # What -P does, for the command too: older interpreters ignore it.
+                "PYTHONSAFEPATH": "1",
+            },
         )
         os.close(lifeline)
         return cls(guard=guard, lifeline=own_lifeline, printed=printed)

@@ -23,6 +23,11 @@ def is_elsewhere(engine: EngineConfig) -> bool:
     return isinstance(engine, ServedEngine) and engine.is_served
 
 
+def has_given_servers(engine: EngineConfig) -> bool:
+    """Returns whether an engine is made of servers that the user has started."""
+    return isinstance(engine, ServedEngine) and bool(engine.urls)
+
+
 def leave_room(engine: EngineConfig, device: torch.device) -> None:
     """Limits the memory that the learner takes of its GPU to what the engines of the run that are there leave.
 

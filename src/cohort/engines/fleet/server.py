@@ -7,12 +7,14 @@ is never ended: if it is lost, the fleet waits until it is back, and gives it th
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from cohort.engines.base import Request, WorkCounters
 from cohort.engines.fleet.base import LoadedWeights, News, NewsQueue, OfferedWeights, Order, ReplicaLost
@@ -34,6 +36,8 @@ PROBE_TEMPERATURE = 2.0
 PROBE_TOKENS = 16
 # In nats per token. Log-probabilities at temperature 1 differ from these by far more, rounding is far less.
 PROBE_DIFFERENCE = 1e-3
+# In nats per token. More than rounding in bfloat16, between tokens that are drawn and the same tokens in a prompt.
+PROBE_AGREEMENT = 0.5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,6 +110,7 @@ class ServerReplica:
         self.where = (
             f"the server {source}" if isinstance(source, Address) else f"server {number + 1} of {dialect.title}"
         )
+        self.is_ours = isinstance(source, Starter)
         self.serial = 0
         self.work = WorkCounters()
         self._news = news
@@ -135,8 +140,9 @@ class ServerReplica:
         warn_untried(self.dialect.title, facts.version, self.dialect.tried_versions)
         if facts.context and facts.context < settings.context:
             raise ConfigError(
-                f"{self.where} has a context of {facts.context} tokens, and this run needs {settings.context}: start "
-                "it with a longer one, or lower --sampling.max_tokens."
+                f"{self.where} has a context of {facts.context} tokens, and prompt and completion of this run may have "
+                f"{settings.context}: start it with as many (vLLM: --max-model-len {settings.context}), or set "
+                f"--learner.token-budget {facts.context}, which refuses longer prompts."
             )
         session.run(self._check_logprobs(calls))
         session.watch()
@@ -229,28 +235,40 @@ class ServerReplica:
         return report
 
     async def _check_logprobs(self, calls: ServerCalls) -> None:
-        """Raises ConfigError if the server gives drawn tokens log-probabilities at temperature 1, whatever was asked.
+        """Raises ConfigError if the server gives drawn tokens other log-probabilities than those of the request.
 
-        A run at temperature 1 would not notice, any other would train on wrong ratios.
+        At temperature 1 they must be those of the same tokens in a prompt, which the canary compares later. At another
+        one they must differ: a run at temperature 1 would not notice, any other would train on wrong ratios.
         """
-        begin = [1, 2, 3]
-        question = Question(
-            id="0" * 32,
-            tokens=begin,
-            max_tokens=PROBE_TOKENS,
-            sampling=Sampling(temperature=PROBE_TEMPERATURE, max_tokens=PROBE_TOKENS),
-            seed=1,
-            label="probe",
-        )
-        part = await self.dialect.continue_tokens(calls, question, self.settings.patience)
-        tokens = [*begin, *part.tokens]
-        plain = await self.dialect.compute_logprobs(calls, tokens, "probe", self.settings.patience)
-        gaps = [abs(x - y) for x, y in zip(plain[len(begin) - 1 :], part.logprobs, strict=True)]
-        if sum(gaps) < PROBE_DIFFERENCE * len(gaps):
+        gap = await self._probe(calls, 1.0)
+        if not gap <= PROBE_AGREEMENT:
+            raise ConfigError(
+                f"{self.where} reports log-probabilities of tokens that it draws which differ by {gap:.3g} nats from "
+                "those of the same tokens in a prompt. It cannot be trained with."
+            )
+        if await self._probe(calls, PROBE_TEMPERATURE) < PROBE_DIFFERENCE:
             raise ConfigError(
                 f"{self.where} reports log-probabilities at temperature 1, and not at that of the request: start "
                 "vLLM's with --logprobs-mode processed_logprobs, and SGLang's without SGLANG_RETURN_ORIGINAL_LOGPROB."
             )
+
+    async def _probe(self, calls: ServerCalls, temperature: float) -> float:
+        """Returns how much log-probabilities of drawn tokens differ from those of a prompt, in nats per token."""
+        begin = [1, 2, 3]
+        question = Question(
+            id=secrets.token_hex(16),
+            tokens=begin,
+            max_tokens=PROBE_TOKENS,
+            sampling=Sampling(temperature=temperature, max_tokens=PROBE_TOKENS),
+            seed=1,
+            label="probe",
+        )
+        part = await self.dialect.continue_tokens(calls, question, self.settings.patience)
+        if not part.tokens:
+            raise ConfigError(f"{self.where} draws no token when it is asked for {PROBE_TOKENS}. Is its model whole?")
+        tokens = [*begin, *part.tokens]
+        plain = await self.dialect.compute_logprobs(calls, tokens, "probe", self.settings.patience)
+        return fmean(abs(x - y) for x, y in zip(plain[len(begin) - 1 :], part.logprobs, strict=True))
 
 
 def find_free_port() -> int:

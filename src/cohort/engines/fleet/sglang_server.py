@@ -56,13 +56,9 @@ class SglangDialect:
         return {**found, "OMP_NUM_THREADS": str(settings.threads)} if settings.on_cpu else found
 
     async def is_healthy(self, calls: ServerCalls, seconds: float) -> bool:
-        """Returns whether the server has loaded its model. Raises ReplicaLost while it cannot be reached."""
+        """Returns whether the server has loaded its model. Raises what `ServerCalls.is_up` raises."""
         # Not `/health`, which samples a token, and so waits as long as the server is paused.
-        try:
-            await calls.get("/model_info", seconds, "to say whether it is ready")
-        except FailedCall:
-            return False
-        return True
+        return await calls.is_up("/model_info", seconds, self.title)
 
     async def inspect(self, calls: ServerCalls, seconds: float) -> ServerFacts:
         """Returns what the server is, and lets it continue if it is paused.

@@ -96,12 +96,8 @@ class VllmDialect:
         return {**found, "PYTHONPATH": str(Path(in_vllm.__file__).parent)} if self.has_extension else found
 
     async def is_healthy(self, calls: ServerCalls, seconds: float) -> bool:
-        """Returns whether the server has loaded its model. Raises ReplicaLost while it cannot be reached."""
-        try:
-            await calls.get("/health", seconds, "to say whether it is ready")
-        except FailedCall:
-            return False
-        return True
+        """Returns whether the server has loaded its model. Raises what `ServerCalls.is_up` raises."""
+        return await calls.is_up("/health", seconds, self.title)
 
     async def inspect(self, calls: ServerCalls, seconds: float) -> ServerFacts:
         """Returns what the server is, and resumes it if it is paused.

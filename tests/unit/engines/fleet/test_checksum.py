@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cohort.engines.fleet import checksum
 from cohort.engines.fleet.checksum import compute_checksum
+from cohort.engines.sums import sum_bits
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -50,3 +51,18 @@ def test_a_transposed_matrix_has_another_checksum_and_its_copy_in_rows_the_same(
     x = draw(64, torch.float32).view(8, 8)
     assert compute_checksum(x.T) != compute_checksum(x)
     assert compute_checksum(x.T) == compute_checksum(x.T.contiguous())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_other_signs_are_seen(dtype: torch.dtype, every: int):
+    """The sign is the highest bit of a number, and of a word: an even number of changes there is 0 in a plain sum."""
+    x = draw(1000, dtype)
+    negated = x.clone()
+    negated[every - 1 :: every] *= -1
+    assert compute_checksum(negated) != compute_checksum(x)
+    x[[3, 7]] = torch.tensor([1.5, -1.5], dtype=dtype)
+    exchanged = x.clone()
+    exchanged[[3, 7]] = x[[7, 3]]
+    assert compute_checksum(exchanged) != compute_checksum(x)
+    assert sum_bits([negated]) != sum_bits([x]) and sum_bits([exchanged]) == sum_bits([x])

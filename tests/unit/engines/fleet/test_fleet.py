@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from cohort.types import Finish, Sample
 from tests.helpers.decoders_and_groups import make_sample, small_decoder
 from tests.helpers.engine_conformance import request
 
-Fault = Callable[["FakeReplica"], None]
+Fault = Callable[["FakeReplica"], object]
 
 
 def lose(replica: FakeReplica) -> None:
@@ -32,6 +33,7 @@ class FakeReplica:
     def __init__(self, number: int, news: NewsQueue) -> None:
         self.number = number
         self.where = f"replica {number}"
+        self.is_ours = True
         self.serial = 0
         self.work = WorkCounters(num_drawn=number + 1)
         self.news = news
@@ -259,7 +261,10 @@ def test_a_first_start_that_fails_is_one_line_and_ends_all():
     replicas = [FakeReplica(n, news) for n in range(2)]
     replicas[1].faults["start"] = [lose]
     limits = FleetLimits(context=128, vocab_size=61, restarts=3)
-    with pytest.raises(EngineError, match=r"replica 1 did not start: it was ended by SIGKILL. Use --engine native"):
+    with pytest.raises(
+        EngineError,
+        match=r"replica 1 did not start: it was ended by SIGKILL. Or use --engine native --engine.place here",
+    ):
         Fleet("native", replicas, news, WeightFolder(), limits, Abilities())
     assert all(r.calls[-1] == "end" for r in replicas)
 
@@ -325,3 +330,72 @@ def test_requests_are_checked_before_they_travel():
         with pytest.raises(ConfigError, match=words):
             fleet.submit(request(**changes))
     assert a.calls == ["start"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([1, 2, 3, 4, 5], r"replica 0 drew 5 tokens where at most 4 were asked for"),
+        ([1, 61], r"replica 0 drew the token 61, and the model has 61"),
+    ],
+)
+def test_samples_that_a_request_cannot_have_are_errors(tokens: list[int], words: str):
+    fleet, [a] = make(1)
+    a.answers = False
+    fleet.submit(request(max_tokens=4))
+    fleet.poll()
+    a.news.put(News(replica=0, serial=a.serial, id="0/0", sample=make_sample(tokens)))
+    with pytest.raises(EngineError, match=words):
+        fleet.poll()
+
+
+def test_a_replica_that_cannot_be_started_again_for_any_reason_takes_no_requests():
+    fleet, [a, _] = make()
+
+    def fail(replica: FakeReplica) -> None:
+        raise OSError("no more processes")
+
+    a.fault = "was ended by SIGKILL"
+    a.faults["start"] = [fail]
+    fleet.submit(request())
+    with pytest.raises(EngineError, match=r"replica 0 could not be started again \(OSError: no more processes\)"):
+        for _ in range(100):
+            fleet.poll(0.05)
+    assert not fleet._posts[0].is_ready and fleet.num_restarts == 1
+
+
+def test_ctrl_c_does_not_wait_for_a_replica_that_does_not_answer():
+    fleet, [a, b] = make()
+    answers = threading.Event()
+
+    def interrupt(replica: FakeReplica) -> None:
+        raise KeyboardInterrupt
+
+    a.faults["logprobs"] = [interrupt]
+    b.faults["logprobs"] = [lambda replica: bool(answers.wait())]
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.compute_logprobs([1, 2, 3])
+    assert time.monotonic() - begin < 10 and not answers.is_set()
+    answers.set()
+    fleet.close()
+
+
+def test_closing_while_a_replica_is_started_again_starts_no_other():
+    fleet, [a] = make(1)
+    starts = threading.Event()
+
+    def close_meanwhile(replica: FakeReplica) -> None:
+        fleet._closed = True
+        starts.set()
+        lose(replica)
+
+    a.fault = "was ended by SIGKILL"
+    a.faults["start"] = [close_meanwhile]
+    fleet.submit(request())
+    fleet.poll()
+    assert starts.wait(10)
+    starter = fleet._posts[0].starter
+    assert starter is not None
+    starter.join(10)
+    assert a.calls.count("start") == 2 and fleet.num_restarts == 1

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,10 +24,12 @@ import torch
 from cohort.engines.base import POLL_TIMEOUT, Abilities, sample
 from cohort.engines.fleet import session
 from cohort.engines.fleet.calls import read_address
-from cohort.engines.fleet.dialect import warn_untried
+from cohort.engines.fleet.dialect import Part, read_logprobs, warn_untried
 from cohort.engines.fleet.engine import Fleet
 from cohort.engines.fleet.server import ServerReplica, Starter
 from cohort.engines.fleet.servers import divide_addresses, make_server_fleet
+from cohort.engines.fleet.sglang_server import SglangDialect
+from cohort.engines.fleet.vllm_server import VllmDialect
 from cohort.engines.sync import Canary, WeightSync
 from cohort.errors import CohortError, ConfigError, EngineError
 from cohort.learner.base import LiveWeights
@@ -35,6 +40,8 @@ from tests.helpers.engine_conformance import PROMPTS, EngineConformance, request
 from tests.helpers.engine_servers.starting import Address, write_python
 from tests.helpers.fleets import load_decoder, write_folder
 from tests.helpers.served_fleets import FLAGS, KINDS, VARIANTS, describe_model, make_fleet_of, serve, show
+
+DIALECTS: dict[str, Any] = {"vllm": VllmDialect, "sglang": SglangDialect}
 
 
 @cache
@@ -196,8 +203,8 @@ def test_several_servers_share_the_requests_and_all_are_proved(kind: str):
         assert len(fleet.compute_logprobs(PROMPTS[0])) == 2
         path = "/inference/v1/generate" if kind == "vllm" else "/generate"
         counts = [sum(seen[1] == path for seen in a.ask("GET", "/stand_in/seen")[1]) for a in addresses]
-        # Two calls are the check at the start, one is that above.
-        assert all(count > 3 for count in counts) and sum(counts) == 6 + 2 * 3
+        # Four calls are the checks at the start, one is that above.
+        assert all(count > 5 for count in counts) and sum(counts) == 6 + 2 * 5
 
 
 # ---- wrong loads
@@ -328,6 +335,76 @@ def test_a_started_server_is_started_again_with_the_current_weights(
             assert_logprobs(decoder, PROMPTS[0], s)
     words = "was ended by SIGKILL" if sign == signal.SIGKILL else "needed more than 6 s"
     assert f"server 1 of {fleet._posts[0].replica.dialect.title} {words}" in caplog.text  # type: ignore[attr-defined]
+
+
+# ---- what servers may not reply
+
+
+@pytest.mark.parametrize("value", [math.inf, 0.5, 1e308, -1e308, -math.inf, math.nan, 10**400, -(10**400)])
+def test_log_probabilities_that_none_can_be_are_refused(value: float):
+    assert read_logprobs([-1.5, 0, 1e-6]) == [-1.5, 0.0, 1e-6]
+    with pytest.raises(EngineError, match="log-probabilities that none can be"):
+        read_logprobs([-1.0, value])
+
+
+@pytest.mark.parametrize(("change", "words"), [(-1.0, "differ by 1 nats"), (None, "draws no token")])
+def test_the_log_probabilities_of_drawn_tokens_are_compared_with_those_of_a_prompt(
+    kind: str, change: float | None, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    cls = DIALECTS[kind]
+    ask = cls.continue_tokens
+
+    async def shifted(self: Any, *args: Any) -> Part:
+        part = await ask(self, *args)
+        if change is None:
+            return replace(part, tokens=[], logprobs=[], labels=[])
+        return replace(part, logprobs=[value + change for value in part.logprobs])
+
+    monkeypatch.setattr(cls, "continue_tokens", shifted)
+    with pytest.raises(ConfigError, match=words), serving(kind):
+        pass
+
+
+def test_a_server_with_the_weights_of_an_earlier_run_can_be_used_again(kind: str):
+    """It is given the weights of this run before it is compared with the learner."""
+    decoder = load_decoder(model_folder())
+    with serving(kind) as (fleet, _):
+        load(fleet, make_newer(), 5)
+        canary = Canary(
+            engine=fleet,
+            compute=lambda tokens: naive_logprobs(decoder, tokens[:1], tokens[1:]).tolist(),
+            vocab_size=small_config().vocab_size,
+            dtype="float32",
+        )
+        sync = WeightSync(get_weights=lambda: LiveWeights(decoder), engine=fleet, canary=canary)
+        with pytest.raises(EngineError, match=r"do not compute the same model.*--dtype float32"):
+            sync.start()
+        sync.start(load_first=True)
+        assert canary.tolerance == pytest.approx(1e-5, rel=10) and sync.metrics["sync/gap"] < 1e-5
+
+
+def test_what_is_no_such_server_is_said_at_once(kind: str):
+    """A server that is loading its model says 503, or cannot be reached yet."""
+    reply = b"HTTP/1.1 %s\r\nContent-Type: text/html\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>"
+    for status in (b"302 Found\r\nLocation: /login", b"200 OK"):
+        with socketserver.TCPServer(("127.0.0.1", 0), make_handler(reply % status)) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            begin = time.monotonic()
+            with pytest.raises(ConfigError, match=r"Is it (vLLM|SGLang)'s server\?"):
+                make_fleet_of(kind, model_folder(), Address(place=server.server_address), patience=20.0)
+            assert time.monotonic() - begin < 10
+            server.shutdown()
+
+
+def make_handler(reply: bytes) -> type[socketserver.BaseRequestHandler]:
+    """Returns what replies the same to everything."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(reply)
+
+    return Handler
 
 
 # ---- servers that Cohort starts
