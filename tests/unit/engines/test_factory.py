@@ -21,6 +21,7 @@ from cohort.errors import ConfigError, EngineError, ModelError
 from cohort.jobs import build
 from cohort.learner.base import LiveWeights
 from cohort.models.decoder import hf_views
+from cohort.models.shards import TensorSpec
 from tests.helpers.decoders_and_groups import GivenWeights, small_decoder
 from tests.helpers.engine_conformance import request, spell
 from tests.helpers.fake_server import serving
@@ -177,3 +178,30 @@ def test_refused_weights_leave_the_decoder_as_it_was(place):
     with pytest.raises(ModelError):
         copy_weights(GivenWeights(tensors), target)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.named_weights())
+
+
+class OtherDecoder(torch.nn.Module):
+    """A model that Cohort does not implement itself: names and shapes of its weights are its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {"filter": (4, 1, 3), "bias": (4,), "proj": (2, 4)}
+        self.weights = {
+            name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()
+        }
+
+    def named_weights(self):
+        return iter(self.weights.items())
+
+    def weight_specs(self):
+        return {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self.named_weights()}
+
+
+def test_weights_of_any_model_are_copied_by_their_own_names_and_shapes():
+    source, target = OtherDecoder(1), OtherDecoder(2)
+    copy_weights(LiveWeights(source), target)
+    assert all(torch.equal(target.weights[name], p) for name, p in source.named_weights())
+    source.weights["filter"] = torch.nn.Parameter(torch.zeros(4, 3))
+    with pytest.raises(ModelError, match=r"\[4, 3\]; the engine needs \[4, 1, 3\]"):
+        copy_weights(LiveWeights(source), target)
