@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ PAUSE = 0.2  # seconds between two looks at the steps that run
 GRACE = 10.0  # seconds that a step has to end after a signal
 TOGETHER = 3  # steps that run beside each other at most
 LARGEST = 8 << 20  # bytes of a file that `--pack` takes
+LEFT_OUT = {"models", "checkpoints", "rollouts"}  # folders that it leaves out
 STATE, LOG, PID = "state.json", "log", "campaign.pid"
 
 
@@ -180,7 +182,7 @@ STEPS = (
 )
 # Words of commands that have spaces.
 WORDS = {
-    "CALCULATOR_EVAL": f"--limit 256 --slots 256 --max-tokens 256 --max-turns 4 {CALCULATOR}",
+    "CALCULATOR_EVAL": f"--limit 256 --slots 256 --max-tokens 256 --max-turns 4 --call-format tags {CALCULATOR}",
     "COUNTDOWN_EVAL": "--slots 1024 --max-tokens 1024 --task.data {data}/countdown_{split}.jsonl "
     "--task.instructions True --task.think True",
     "NATIVE_PROCESS": "native, 1 process",
@@ -274,7 +276,9 @@ class Campaign:
     def _start(self, step: Step) -> Running:
         """Starts a step in a process group of its own."""
         out = self.folder / step.name
-        out.mkdir(parents=True, exist_ok=True)
+        # What an attempt before has left there.
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
         values = {**self.values, "folder": str(self.folder), "out": str(out), "python": sys.executable}
         command = [fill(WORDS.get(word, word), values) for word in step.command.split()]
         environment = os.environ | {name: fill(text, values) for name, text in step.env.items()}
@@ -424,12 +428,12 @@ def find_values(folder: Path) -> dict[str, str]:
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Writes logs and outputs of all steps into a tar file, without checkpoints and large files."""
+    """Writes logs and outputs of all steps into a tar file, without models, rollouts and large files."""
     with tarfile.open(file, "w:gz") as archive:
         for path in sorted(folder.rglob("*")):
             parts = path.relative_to(folder).parts
             is_small = path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST
-            if is_small and "models" not in parts and "checkpoints" not in parts and path != file:
+            if is_small and LEFT_OUT.isdisjoint(parts) and path != file:
                 archive.add(path, arcname=str(Path(*parts)))
     print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
 
