@@ -281,7 +281,8 @@ class Campaign:
         out.mkdir(parents=True)
         values = {**self.values, "folder": str(self.folder), "out": str(out), "python": sys.executable}
         command = [fill(WORDS.get(word, word), values) for word in step.command.split()]
-        environment = os.environ | {name: fill(text, values) for name, text in step.env.items()}
+        environment = os.environ | {"PYTHONPATH": values["pythonpath"]}
+        environment |= {name: fill(text, values) for name, text in step.env.items()}
         print(f"{step.name}: {' '.join(command)}", flush=True)
         with (out / LOG).open("wb") as log:
             process = subprocess.Popen(
@@ -418,13 +419,14 @@ def convert_models(out: Path) -> None:
 
 
 def find_values(folder: Path) -> dict[str, str]:
-    """Returns what the placeholders of NEEDS stand for, as far as the environment says it."""
+    """Returns what placeholders stand for: those of NEEDS as far as the environment says it, and {pythonpath}."""
     values = {name: os.environ.get(variable, "") for name, variable in NEEDS.items()}
     for name in MODELS:
         if values[name]:
             values[name] = str((folder / "models" / name).absolute())
-    paths = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return values | {"pythonpath": os.pathsep.join(dict.fromkeys(path for path in paths if path))}
+    paths = [ROOT / "src", *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+    # Steps run in another folder.
+    return values | {"pythonpath": os.pathsep.join(dict.fromkeys(str(path.absolute()) for path in paths))}
 
 
 def pack(folder: Path, file: Path) -> None:

@@ -64,7 +64,7 @@ def coder_calculator() -> RL:
         reward=_CORRECT_ALONE,
         batch=BatchConfig(prompts=64, samples=8),
         sampling=SamplingConfig(max_tokens=256),
-        # The model writes calls of its template's format into code blocks, where nobody looks for them.
+        # The model writes calls of its template's format into code blocks, where they are not looked for.
         turns=Conversation(max_turns=4, format="tags"),
         engine=NativeEngine(slots=512),
         algo=DrGRPO(dead="drop"),

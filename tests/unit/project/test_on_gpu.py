@@ -127,6 +127,15 @@ def is_running(pid: int) -> bool:
     return file.is_file() and file.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def test_packages_are_found_from_the_folder_of_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "packages").mkdir()
+    (folder / "packages" / "carried.py").write_text("")
+    (folder / "find.py").write_text("import carried, cohort")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "packages")
+    assert run(folder, Step(name="find", command="{python} {folder}/find.py", minutes=1)) == {"find": "done"}
+
+
 def test_what_is_missing_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Step(name="data", command="{python} {folder}/step.py {folder} data {data}/x_{split}", minutes=1)
     absent = Step(name="absent", command="{python} benchmarks/absent.py", minutes=1)
