@@ -72,6 +72,7 @@ CALCULATOR = (
 # ---- the steps, in the order in which they run -----------------------------------------------------------------------
 # A new measurement is an entry here. {peers} in a command, or in PYTHONPATH, gives it vLLM and TRL.
 PEERS = {"PYTHONPATH": "{pythonpath}:{peers}"}
+DATA = {"COHORT_DATA": "{data}"}
 STEPS = (
     Step(name="models", command=benchmark("on_gpu.py --convert {out}"), minutes=2, group="new", alone=False),
     # Beside each other: what is right, and what is learned.
@@ -82,7 +83,7 @@ STEPS = (
         group="new",
         alone=False,
         after=("models",),
-        env={"COHORT_SMOLLM2": "{smollm2}"},
+        env={"COHORT_SMOLLM2": "{smollm2}"} | DATA,
     ),
     Step(
         name="calculator",
@@ -125,7 +126,7 @@ STEPS = (
         minutes=8,
         group="new",
         after=("models",),
-        env=PEERS,
+        env=PEERS | DATA,
     ),
     Step(name="ranks", command=benchmark("ranks_gpu.py --out {out}/ranks.json"), minutes=5, group="new"),
     # SFT and DPO against TRL.
@@ -168,6 +169,7 @@ STEPS = (
         minutes=25,
         alone=False,
         after=("models",),
+        env=DATA,
     ),
     Step(
         name="countdown",
