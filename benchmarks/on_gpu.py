@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ PAUSE = 0.2  # seconds between two looks at the steps that run
 GRACE = 10.0  # seconds that a step has to end after a signal
 TOGETHER = 3  # steps that run beside each other at most
 LARGEST = 8 << 20  # bytes of a file that `--pack` takes
+LEFT_OUT = {"models", "checkpoints", "rollouts"}  # folders that it leaves out
 STATE, LOG, PID = "state.json", "log", "campaign.pid"
 
 
@@ -70,6 +72,7 @@ CALCULATOR = (
 # ---- the steps, in the order in which they run -----------------------------------------------------------------------
 # A new measurement is an entry here. {peers} in a command, or in PYTHONPATH, gives it vLLM and TRL.
 PEERS = {"PYTHONPATH": "{pythonpath}:{peers}"}
+DATA = {"COHORT_DATA": "{data}"}
 STEPS = (
     Step(name="models", command=benchmark("on_gpu.py --convert {out}"), minutes=2, group="new", alone=False),
     # Beside each other: what is right, and what is learned.
@@ -80,7 +83,7 @@ STEPS = (
         group="new",
         alone=False,
         after=("models",),
-        env={"COHORT_SMOLLM2": "{smollm2}"},
+        env={"COHORT_SMOLLM2": "{smollm2}"} | DATA,
     ),
     Step(
         name="calculator",
@@ -123,7 +126,7 @@ STEPS = (
         minutes=8,
         group="new",
         after=("models",),
-        env=PEERS,
+        env=PEERS | DATA,
     ),
     Step(name="ranks", command=benchmark("ranks_gpu.py --out {out}/ranks.json"), minutes=5, group="new"),
     # SFT and DPO against TRL.
@@ -166,6 +169,7 @@ STEPS = (
         minutes=25,
         alone=False,
         after=("models",),
+        env=DATA,
     ),
     Step(
         name="countdown",
@@ -180,7 +184,7 @@ STEPS = (
 )
 # Words of commands that have spaces.
 WORDS = {
-    "CALCULATOR_EVAL": f"--limit 256 --slots 256 --max-tokens 256 --max-turns 4 {CALCULATOR}",
+    "CALCULATOR_EVAL": f"--limit 256 --slots 256 --max-tokens 256 --max-turns 4 --call-format tags {CALCULATOR}",
     "COUNTDOWN_EVAL": "--slots 1024 --max-tokens 1024 --task.data {data}/countdown_{split}.jsonl "
     "--task.instructions True --task.think True",
     "NATIVE_PROCESS": "native, 1 process",
@@ -274,10 +278,13 @@ class Campaign:
     def _start(self, step: Step) -> Running:
         """Starts a step in a process group of its own."""
         out = self.folder / step.name
-        out.mkdir(parents=True, exist_ok=True)
+        # What an attempt before has left there.
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
         values = {**self.values, "folder": str(self.folder), "out": str(out), "python": sys.executable}
         command = [fill(WORDS.get(word, word), values) for word in step.command.split()]
-        environment = os.environ | {name: fill(text, values) for name, text in step.env.items()}
+        environment = os.environ | {"PYTHONPATH": values["pythonpath"]}
+        environment |= {name: fill(text, values) for name, text in step.env.items()}
         print(f"{step.name}: {' '.join(command)}", flush=True)
         with (out / LOG).open("wb") as log:
             process = subprocess.Popen(
@@ -414,22 +421,23 @@ def convert_models(out: Path) -> None:
 
 
 def find_values(folder: Path) -> dict[str, str]:
-    """Returns what the placeholders of NEEDS stand for, as far as the environment says it."""
+    """Returns what placeholders stand for: those of NEEDS as far as the environment says it, and {pythonpath}."""
     values = {name: os.environ.get(variable, "") for name, variable in NEEDS.items()}
     for name in MODELS:
         if values[name]:
             values[name] = str((folder / "models" / name).absolute())
-    paths = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return values | {"pythonpath": os.pathsep.join(dict.fromkeys(path for path in paths if path))}
+    paths = [ROOT / "src", *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+    # Steps run in another folder.
+    return values | {"pythonpath": os.pathsep.join(dict.fromkeys(str(path.absolute()) for path in paths))}
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Writes logs and outputs of all steps into a tar file, without checkpoints and large files."""
+    """Writes logs and outputs of all steps into a tar file, without models, rollouts and large files."""
     with tarfile.open(file, "w:gz") as archive:
         for path in sorted(folder.rglob("*")):
             parts = path.relative_to(folder).parts
             is_small = path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST
-            if is_small and "models" not in parts and "checkpoints" not in parts and path != file:
+            if is_small and LEFT_OUT.isdisjoint(parts) and path != file:
                 archive.add(path, arcname=str(Path(*parts)))
     print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
 

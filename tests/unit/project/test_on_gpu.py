@@ -39,6 +39,9 @@ for word in words:
         assert os.listdir(running) == [name], os.listdir(running)
     if what == "code":
         code = int(open(value).read())
+    if what == "write":
+        os.makedirs(os.path.dirname(value), exist_ok=True)
+        open(value, "w").close()
     if what == "forever":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         open(value, "w").write(str(child.pid))
@@ -81,10 +84,12 @@ def test_what_is_done_is_not_repeated(folder: Path) -> None:
     code.write_text("1")
     steps = [step("one"), step("two", f"code={code}"), step("three", after=("two",))]
     assert run(folder, *steps) == {"one": "done", "two": "failed", "three": "left out"}
+    (folder / "two" / "half").write_text("what a script would find, and refuse")
     assert read_state(folder, "two").reason == "exit status 1"
     assert read_state(folder, "three").reason == "two is not done"
     code.write_text("0")
     assert run(folder, *steps) == {"one": "done", "two": "done", "three": "done"}
+    assert not (folder / "two" / "half").exists()
     assert sorted((folder / "order").read_text().split()) == ["one", "three", "two", "two"]
 
 
@@ -120,6 +125,15 @@ def is_running(pid: int) -> bool:
     """Returns whether a process runs. One that has ended and nobody has waited for does not."""
     file = Path(f"/proc/{pid}/stat")
     return file.is_file() and file.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_packages_are_found_from_the_folder_of_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "packages").mkdir()
+    (folder / "packages" / "carried.py").write_text("")
+    (folder / "find.py").write_text("import carried, cohort")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "packages")
+    assert run(folder, Step(name="find", command="{python} {folder}/find.py", minutes=1)) == {"find": "done"}
 
 
 def test_what_is_missing_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +178,9 @@ def test_waiting_ends_with_the_steps(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_states_of_optimizers_are_removed(folder: Path) -> None:
-    state = folder / "one" / "runs" / "optimizer.safetensors"
-    state.parent.mkdir(parents=True)
-    state.write_text("large")
-    (state.parent / "model.safetensors").write_text("kept")
-    run(folder, step("one"))
-    assert [path.name for path in state.parent.iterdir()] == ["model.safetensors"]
+    runs = folder / "one" / "runs"
+    run(folder, step("one", f"write={runs}/optimizer.safetensors", f"write={runs}/model.safetensors"))
+    assert [path.name for path in runs.iterdir()] == ["model.safetensors"]
 
 
 def test_a_folder_has_one_campaign(folder: Path) -> None:
