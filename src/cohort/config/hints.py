@@ -174,6 +174,8 @@ def _find_variants(key: str, valid: Mapping[str, Any], subject: str, spell: Call
     # `cohort eval` has settings of a task, but its task is no setting.
     if field not in valid:
         return f"{subject} is a setting of the {field} {', '.join(owners)}. Remove it."
+    if valid[field].value in owners:
+        return f"{subject} is a setting of training, and not of this command. Remove it."
     return (
         f"{subject} is a setting of {spell(field)} {', '.join(owners)}, but this run has {valid[field].value}. "
         "Choose another, or remove it."

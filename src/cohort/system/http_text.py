@@ -98,11 +98,11 @@ def parse_retry_after(header: str) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def normalise_url(url: str, key_place: str = "the environment variable COHORT_API_KEY") -> str:
+def normalise_url(url: str, key_place: str = "the environment variable COHORT_API_KEY", setting: str = "url") -> str:
     """Returns a server's address without spaces around it and without a final /v1 or slash.
 
-    `key_place` says where an API key belongs, for a message. Raises ConfigError for a text that is no http or https
-    address, or has a user, a password, a query or a fragment.
+    For messages, `key_place` says where an API key belongs, and `setting` what holds the address. Raises ConfigError for
+    a text that is no http or https address, or has a user, a password, a query or a fragment.
 
     >>> normalise_url("http://localhost:8000/v1/")
     'http://localhost:8000'
@@ -114,7 +114,7 @@ def normalise_url(url: str, key_place: str = "the environment variable COHORT_AP
             "the server's url must not hold a user or a password; remove all before and including the @, and put the "
             f"API key into {key_place}."
         )
-    wrong = ConfigError(f'url = "{url}" is no address of a server; write it like http://localhost:8000')
+    wrong = ConfigError(f'{setting} = "{url}" is no address of a server; write it like http://localhost:8000')
     try:
         where = urlsplit(url)
         plausible = where.scheme in ("http", "https") and where.hostname and where.port != 0

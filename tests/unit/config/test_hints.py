@@ -110,7 +110,7 @@ ELSEWHERE = {
     "Choose another, or remove it.",
     "quickstart|turns.attempts": "It is a setting of --turns think_again, but this run has single. "
     "Choose another, or remove it.",
-    "quickstart|engine.memory": "It is a setting of --engine vllm, sglang, but this run has native. "
+    "quickstart|engine.tensor": "It is a setting of --engine vllm, sglang, but this run has native. "
     "Choose another, or remove it.",
     "quickstart|batch": "It is a section of settings: --batch.prompts, --batch.samples, --batch.too-long.",
     "tiny_sft|sampling.temperature": "It is a setting of reinforcement learning, and this recipe is of another kind. "

@@ -145,7 +145,7 @@ def test_a_wrong_load_is_caught_in_every_copy(fault: Callable[[dict[str, Tensor]
 
 def test_an_engine_with_another_model_is_refused_at_the_start():
     sync = make_sync(small_decoder(seed=1), CopyingEngine([small_decoder(seed=2)]))
-    with pytest.raises(EngineError, match=r"do not compute the same model: .* Train with --engine native"):
+    with pytest.raises(EngineError, match=r"do not compute the same model: .* Else train with --engine native"):
         sync.start()
 
 

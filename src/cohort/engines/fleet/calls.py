@@ -67,7 +67,7 @@ def read_address(text: str) -> Address:
     ('http://localhost:8000', 'unix:/run/vllm')
     """
     if not text.startswith(UNIX):
-        return Address(url=normalise_url(text))
+        return Address(url=normalise_url(text, setting="engine.urls"))
     path = Path(text.removeprefix(UNIX))
     if not path.is_absolute():
         raise ConfigError(f'engine.urls has "{text}"; write the whole path of the socket, like unix:/run/vllm.sock.')

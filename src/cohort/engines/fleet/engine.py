@@ -351,13 +351,17 @@ class Fleet:
         )
         log.warning("%s %s: %s%s", where, reason, again, requests)
 
+    def _is_closed(self) -> bool:
+        """Returns whether `close` was called, by another thread perhaps."""
+        return self._closed
+
     def _start_again(self, post: Post) -> None:
         """Starts a replica again, gives it the current weights, and proves them. Runs in a thread of its own."""
-        while not self._closed:
+        while not self._is_closed():
             try:
                 post.replica.end()
                 post.replica.start()
-                if self._closed:
+                if self._is_closed():
                     post.replica.end()
                     return
                 if self.transfer.version >= 0:
@@ -366,7 +370,7 @@ class Fleet:
                     self.late_proof(OneReplica(replica=post.replica))
                 return
             except ReplicaLost as lost:
-                if self._closed:
+                if self._is_closed():
                     return
                 try:
                     self._count_restart(post, str(lost), 0)

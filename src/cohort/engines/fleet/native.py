@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from cohort.config.engines import NativeEngine
 from cohort.engines.base import Abilities
 from cohort.engines.fleet.base import NewsQueue
@@ -44,6 +46,7 @@ def make_native_fleet(variant: NativeEngine, model: ProcessModel) -> Fleet:
     """
     num = variant.replicas
     devices = divide_devices(variant.devices, num, model.device)
+    check_gpus(devices, torch.cuda.device_count())
     news = NewsQueue()
     replicas = [
         ProcessReplica(
@@ -118,6 +121,17 @@ def choose_devices(given: tuple[str, ...], num: int, device: str, rank: int, num
             f"(engine.replicas, times engine.tensor if there is one) for each of its ranks, {num_ranks}. Name as many."
         )
     return list(given[rank * num : (rank + 1) * num])
+
+
+def check_gpus(devices: Sequence[str], num_gpus: int) -> None:
+    """Raises ConfigError if a device is a GPU beyond the `num_gpus` that torch sees."""
+    for device in devices:
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and int(index) >= num_gpus:
+            raise ConfigError(
+                f"engine.devices names {device}, but torch sees {num_gpus} GPUs here. Name others, or --engine.devices "
+                "cpu."
+            )
 
 
 def show_devices(devices: list[str]) -> dict[str, str]:

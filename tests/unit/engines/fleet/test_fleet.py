@@ -383,19 +383,12 @@ def test_ctrl_c_does_not_wait_for_a_replica_that_does_not_answer():
 
 def test_closing_while_a_replica_is_started_again_starts_no_other():
     fleet, [a] = make(1)
-    starts = threading.Event()
 
     def close_meanwhile(replica: FakeReplica) -> None:
         fleet._closed = True
-        starts.set()
         lose(replica)
 
-    a.fault = "was ended by SIGKILL"
     a.faults["start"] = [close_meanwhile]
-    fleet.submit(request())
-    fleet.poll()
-    assert starts.wait(10)
-    starter = fleet._posts[0].starter
-    assert starter is not None
-    starter.join(10)
-    assert a.calls.count("start") == 2 and fleet.num_restarts == 1
+    fleet._start_again(fleet._posts[0])
+    fleet._start_again(fleet._posts[0])
+    assert a.calls == ["start", "end", "start"] and fleet.num_restarts == 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cohort.engines.base import Abilities, Engine, Request, sample
 from cohort.engines.fleet.engine import Fleet
-from cohort.engines.fleet.native import choose_devices, show_devices
+from cohort.engines.fleet.native import check_gpus, choose_devices, show_devices
 from cohort.engines.fleet.process import ProcessReplica
 from cohort.engines.native.engine import NativeEngine
 from cohort.engines.sync import Canary, WeightSync
@@ -261,3 +261,9 @@ def test_devices_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch):
     assert show_devices(["cuda:1"]) == {"CUDA_VISIBLE_DEVICES": "6"}
     with pytest.raises(ConfigError, match="shows 2 GPUs"):
         show_devices(["cuda:2"])
+
+
+def test_gpus_that_are_not_there_are_refused():
+    check_gpus(["cpu", "cuda:0", "cuda:1"], 2)
+    with pytest.raises(ConfigError, match="names cuda:2, but torch sees 2 GPUs"):
+        check_gpus(["cuda:0", "cuda:2"], 2)

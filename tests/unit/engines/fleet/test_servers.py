@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -73,6 +73,13 @@ def assert_logprobs(decoder: Decoder, prompt: list[int], s: Sample, temperature:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder. Paths of sockets have at most 108 bytes, and `tmp_path` may be longer."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -319,10 +326,10 @@ def test_the_budget_of_restarts_ends_the_run(kind: str):
 # One that is stopped is noticed only after the patience, which must be longer than a start.
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_started_server_is_started_again_with_the_current_weights(
-    kind: str, sign: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, sign: signal.Signals, short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     decoder = make_newer()
-    with started(kind, tmp_path, monkeypatch, patience=6.0) as fleet:
+    with started(kind, short_path, monkeypatch, patience=6.0) as fleet:
         load(fleet, decoder, 3)
         for index in range(2):
             fleet.submit(request(0, index, max_tokens=60))
@@ -411,12 +418,12 @@ def make_handler(reply: bytes) -> type[socketserver.BaseRequestHandler]:
 
 
 @contextmanager
-def started(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Fleet]:
+def started(kind: str, short_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Fleet]:
     """A fleet of a stand-in that Cohort starts, as if it were vLLM or SGLang."""
     monkeypatch.setattr("cohort.engines.fleet.servers.find_python", lambda given, package: given)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    python = str(write_python(tmp_path / "python", kind))
+    python = str(write_python(short_path / "python", kind))
     fleet = make_server_fleet(
         kind, VARIANTS[kind](python=python, **served(kind), **settings), describe_model(model_folder())
     )
@@ -447,10 +454,10 @@ def find_server(fleet: Fleet) -> int:
 
 
 def test_the_start_of_a_server_is_said(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(session, "NOTICE_SECONDS", 0.01)
-    with caplog.at_level(logging.INFO), started(kind, tmp_path, monkeypatch) as fleet:
+    with caplog.at_level(logging.INFO), started(kind, short_path, monkeypatch) as fleet:
         where = get_starter(fleet) and fleet._posts[0].replica.where
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == f"{where} starts"
@@ -458,9 +465,9 @@ def test_the_start_of_a_server_is_said(
 
 
 def test_a_started_server_listens_for_this_user_alone_and_leaves_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with started(kind, tmp_path, monkeypatch) as fleet:
+    with started(kind, short_path, monkeypatch) as fleet:
         assert len(sample(fleet, [request()])) == 1
         words = Path(f"/proc/{find_server(fleet)}/cmdline").read_bytes().decode().split("\0")
         if kind == "vllm":
@@ -470,21 +477,21 @@ def test_a_started_server_listens_for_this_user_alone_and_leaves_nothing(
             assert words[words.index("--host") + 1] == "127.0.0.1"
         pid = find_server(fleet)
     assert not Path(f"/proc/{pid}").exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["python"]
+    assert [p.name for p in short_path.iterdir()] == ["python"]
 
 
 def test_a_server_that_does_not_start_is_named_with_what_it_printed(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("cohort.engines.fleet.servers.find_python", lambda given, package: given)
-    python = tmp_path / "python"
+    python = short_path / "python"
     python.write_text("#!/bin/sh\necho no such GPU\nexit 3\n")
     python.chmod(0o755)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     variant = VARIANTS[kind](python=str(python), **served(kind))
     with pytest.raises(EngineError, match=r"did not start: it exited with code 3; .*\.log.*no such GPU") as error:
         make_server_fleet(kind, variant, describe_model(model_folder()))
-    [log] = tmp_path.glob("*.log")
+    [log] = short_path.glob("*.log")
     assert str(log) in str(error.value) and log.read_text() == "no such GPU\n"
 
 
@@ -493,8 +500,8 @@ def test_a_server_that_does_not_start_is_named_with_what_it_printed(
 Change = Callable[[list[str]], list[str]]
 UNFIT: dict[str, tuple[str, tuple[str, ...], dict[str, str], str]] = {
     "raw": ("vllm", ("--logprobs-mode", "raw_logprobs"), {}, "--logprobs-mode processed_logprobs"),
-    "short": ("vllm", ("--max-model-len", "64"), {}, "has a context of 64 tokens, and this run needs 128"),
-    "short too": ("sglang", ("--context-length", "130"), {}, "has a context of 122 tokens, and this run needs 128"),
+    "short": ("vllm", ("--max-model-len", "64"), {}, "have 128: start it with as many"),
+    "short too": ("sglang", ("--context-length", "130"), {}, "or set --learner.token-budget 122"),
     "original": ("sglang", (), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}, "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
     "no development": ("vllm", (), {"VLLM_SERVER_DEV_MODE": "0"}, "start it with VLLM_SERVER_DEV_MODE=1"),
     "key": ("sglang", ("--api-key", "secret"), {}, "COHORT_API_KEY"),
@@ -568,8 +575,8 @@ def test_a_server_that_is_not_there_is_waited_for(kind: str, caplog: pytest.LogC
     assert 2 <= len(waits) <= 4
 
 
-def test_a_unix_socket_is_an_address(tmp_path: Path):
-    place = str(tmp_path / "socket")
+def test_a_unix_socket_is_an_address(short_path: Path):
+    place = str(short_path / "socket")
     with serve("vllm", model_folder(), place=place) as (address, _):
         fleet = make_fleet_of("vllm", model_folder(), address)
         assert len(sample(fleet, [request()])) == 1 and fleet._posts[0].replica.where == f"the server unix:{place}"

@@ -36,6 +36,7 @@ from cohort.learner.base import LiveWeights
 from cohort.models.decoder import Decoder
 from cohort.serialize import dumps, loads
 from tests.helpers import mapped_memory
+from tests.helpers.command_line import ROOT
 from tests.helpers.decoders_and_groups import naive_logprobs, small_decoder
 from tests.helpers.engine_conformance import request, spell
 from tests.helpers.engine_servers.worker import pretend_vllm
@@ -53,6 +54,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_memory, "offer_memory", mapped_memory.offer_memory)
     monkeypatch.setattr(gpu_memory, "open_memory", mapped_memory.open_memory)
     monkeypatch.setattr(process, "PROGRAM", "tests.helpers.mapped_worker")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     mapped_memory.SIZES.clear()
     yield
     mapped_memory.HOOKS.clear()
@@ -432,6 +434,7 @@ def test_a_process_beside_the_learner_is_told_its_share(monkeypatch: pytest.Monk
     hellos: list[float] = []
     monkeypatch.setattr(native, "Fleet", lambda name, replicas, *_: hellos.extend(r.hello.memory for r in replicas))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     model = native.ProcessModel(
         folder=shared_folder(), dtype="float32", device="cuda:0", context=8, vocab_size=9, threads=1, window=None
     )
