@@ -86,7 +86,7 @@ GPU = {
     "save.keep-last": 1,
     "save.keep-best": False,
 }
-# SmolLM2-135M writes no answer in the form that is asked for, and none of its samples would be paid. So it first
+# SmolLM2-135M hardly ever answers in the form that is asked for, so that almost no sample would be paid. So it first
 # imitates right answers to the prompts of the task.
 IMITATION = "smollm2_gsm8k_sft"
 FIRST = {"steps": 60, "batch.examples": 64, "save.every": 60, "save.keep-last": 1}
