@@ -101,8 +101,8 @@ def parse_retry_after(header: str) -> float | None:
 def normalise_url(url: str, key_place: str = "the environment variable COHORT_API_KEY", setting: str = "url") -> str:
     """Returns a server's address without spaces around it and without a final /v1 or slash.
 
-    For messages, `key_place` says where an API key belongs, and `setting` what holds the address. Raises ConfigError for
-    a text that is no http or https address, or has a user, a password, a query or a fragment.
+    For messages, `key_place` says where an API key belongs, and `setting` what holds the address. Raises ConfigError
+    for a text that is no http or https address, or has a user, a password, a query or a fragment.
 
     >>> normalise_url("http://localhost:8000/v1/")
     'http://localhost:8000'
