@@ -36,7 +36,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Placeholder -> environment variable.
 NEEDS = {"qwen": "COHORT_QWEN", "smollm2": "COHORT_SMOLLM2", "data": "COHORT_DATA", "peers": "COHORT_PEERS"}
-MODELS = ("qwen", "smollm2")
+# Placeholder -> the model's name in recipes and commands.
+MODELS = {"qwen": "qwen2.5-coder-1.5b", "smollm2": "smollm2-135m"}
 PAUSE = 0.2  # seconds between two looks at the steps that run
 GRACE = 10.0  # seconds that a step has to end after a signal
 TOGETHER = 3  # steps that run beside each other at most
@@ -96,14 +97,16 @@ STEPS = (
         alone=False,
         after=("models",),
     ),
-    # Preferences on UltraFeedback. Its flags are those of the result.
+    # Preferences on UltraFeedback.
     Step(
         name="ultrafeedback",
         command=benchmark(
-            "preference_result.py --model {smollm2} --data {data}/preference_ultrafeedback_train.jsonl --out {out} "
-            "--seeds 0 -- --data.held-out 0.1 --passes 1 --optim.lr 5e-6"
+            "preference_result.py --model {qwen} --data {data}/preference_ultrafeedback_{split}.jsonl --out {out} "
+            "--drop-checkpoints -- --data.max-tokens 2049 --data.too-long skip --batch.pairs 16 --passes 3 "
+            "--optim.lr 5e-6 --optim.warmup 10 --eval.every 62 --save.every 1000 --save.keep-last 1 "
+            "--save.keep-best False"
         ),
-        minutes=5,
+        minutes=7,
         group="new",
         alone=False,
         after=("models",),
@@ -132,9 +135,27 @@ STEPS = (
     # SFT and DPO against TRL.
     Step(
         name="given-vs-trl",
-        command=benchmark("given_vs_trl.py --trl-pythonpath {peers} --out {out}/given.json"),
-        minutes=6,
+        command=benchmark("given_vs_trl.py --trl-pythonpath {peers} --seconds 120 --out {out}/given.json"),
+        minutes=8,
         group="new",
+    ),
+    Step(
+        name="layouts",
+        command=benchmark(
+            "layouts.py --shape qwen2.5-0.5b --device cuda --dtype bfloat16 --prompt-tokens 512 --answer-tokens 128 "
+            "--answers 2 --size 32 --steps 2 --repeats 2 --budget 16384 --markdown"
+        ),
+        minutes=2,
+        group="new",
+    ),
+    # Curves of small recipes: docs/results.md. Steps are counted there, not seconds.
+    Step(
+        name="small-recipes",
+        command=benchmark("small_recipes.py --device gpu --out {out}/small --runs {out}/runs"),
+        minutes=16,
+        alone=False,
+        after=("models",),
+        env=DATA,
     ),
     # What docs/benchmarks.md and docs/results.md have already.
     Step(
@@ -408,15 +429,23 @@ def wait_for_end(folder: Path, steps: Sequence[Step], seconds: float) -> None:
 
 
 def convert_models(out: Path) -> None:
-    """Converts the models that the environment names as GGUF files, and makes links to their folders in `out`."""
-    from cohort.models.catalog import pull
+    """Converts the models that the environment names as GGUF files, and makes links to their folders in `out`.
 
-    for name in MODELS:
+    Recipes find them by their names: the folder of models that were fetched has links too.
+    """
+    from cohort.models.catalog import pull
+    from cohort.system.cache import cache_root
+
+    for name, known in MODELS.items():
         source = os.environ.get(NEEDS[name], "")
         link = out / name
         if source and not link.exists():
             folder = pull(source, lambda what, share: None) if source.endswith(".gguf") else Path(source)
             link.symlink_to(folder.resolve())
+            fetched = cache_root() / "models" / known
+            if not fetched.exists():
+                fetched.parent.mkdir(parents=True, exist_ok=True)
+                fetched.symlink_to(folder.resolve())
             print(f"{name}: {folder}", flush=True)
 
 
