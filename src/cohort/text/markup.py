@@ -101,10 +101,13 @@ def read_added_tokens(spec: dict[str, Any]) -> list[AddedToken]:
     ]
 
 
-def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of `spec`, the content of tokenizer.json. Raises ModelError if it cannot be used."""
+def build_tokenizer(spec: dict[str, Any], names: dict[str, str] | None = None) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of `spec`, the content of tokenizer.json. Raises ModelError if it cannot be used.
+
+    `names` are other names for its added tokens; None = their own.
+    """
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+        return tokenizers.Tokenizer.from_str(json.dumps(spec if names is None else spec | _rename_tokens(spec, names)))
     except Exception as e:
         raise ModelError(
             f"the package tokenizers {tokenizers.__version__} does not accept the model's tokenizer.json: "
@@ -120,7 +123,7 @@ def build_renamed_tokenizer(spec: dict[str, Any], markup: Markup, mark: str) -> 
     if it cannot be used, or if it gives an added token two different ids.
     """
     names = {t.spelling: markup.make_token_name(i, mark) for i, t in enumerate(markup.tokens)}
-    tokenizer = build_tokenizer(spec | _rename_tokens(spec, names))
+    tokenizer = build_tokenizer(spec, names)
     for token in markup.tokens:
         if tokenizer.token_to_id(names[token.spelling]) != token.id:
             raise ModelError(

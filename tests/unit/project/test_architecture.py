@@ -143,6 +143,7 @@ BROAD_EXCEPTS = {
     "tasks.textarena",  # games of the package raise what they like where they do not start
     "tools.run",  # the boundary around the functions of users that a model calls
     "tools.schema",  # annotations of users may raise anything when they are read
+    "engines.fleet.engine",  # a replica that cannot be started again for any reason must not take requests
     "engines.fleet.served",  # whatever an engine process raises is said to the program that uses it
     "text.markup",  # the tokenizers library raises bare Exception for every malformed file
 }
@@ -179,7 +180,7 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
     # data sets of reasoning-gym, whose settings become those of the task and whose graders need screens. It was 7,800
     # before a search could compare vectors: a sentence model in numpy, so that workers need no torch, the processes
     # that compute it with one thread each, and a cache that several processes share.
-    ("tasks", "recipes"): 8_450,
+    ("tasks", "recipes"): 8_500,
     # A language model behind a server as a reward: its prompt, parsing and cache.
     ("judge",): 720,
     # A door to programs that models write, and what keeps them behind it.
@@ -195,7 +196,7 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
         *("engines.fleet.calls", "engines.fleet.dialect", "engines.fleet.in_vllm", "engines.fleet.program"),
         *("engines.fleet.server", "engines.fleet.servers", "engines.fleet.session"),
         *("engines.fleet.sglang_server", "engines.fleet.vllm_server"),
-    ): 1_160,
+    ): 1_180,
     (*("models.catalog", "models.download", "models.hub", "models.shards", "models.gguf", "cli.pull"),): 1_350,
     # A terminal, conversations of several models, a task's problems, and files. It was 1,100 before a file had the
     # whole chat, and problems of the validation split were offered, 1,200 before episodes with tools were played, and

@@ -12,12 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 from cohort.engines.base import ENGINE_HERE, Abilities, ComparableEngine, Event, Request, Weights, WorkCounters
 from cohort.engines.fleet.base import Forgotten, LoadedWeights, News, NewsQueue, Order, Replica, ReplicaLost
+from cohort.engines.fleet.posts import OneReplica, Post, make_group_key, run_on_posts
 from cohort.engines.fleet.transfer import Transfer, find_difference
 from cohort.engines.requests import check_request, closed_engine_error, unknown_request_error
 from cohort.errors import CohortError, EngineError
@@ -28,16 +28,6 @@ log = logging.getLogger(__name__)
 # How often replicas are looked after while nothing is reported. A process that ends is noticed at once.
 LOOK_SECONDS = 0.2
 REPEAT = "Continue: cohort resume RUN, or repeat the cohort eval command."
-
-
-@dataclass(kw_only=True, slots=True)
-class Post:
-    """The place of a replica in the fleet, and the work that it has."""
-
-    replica: Replica
-    is_ready: bool = True  # whether it takes requests; False = it is being started again
-    owned: dict[str, Request] = field(default_factory=dict)  # requests under way, by id
-    starter: threading.Thread | None = None  # starts it again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +193,7 @@ class Fleet:
         self._events = []
         for post in self._posts:
             post.owned = {}
-        self._run_on_all(lambda post: post.replica.end())
+        run_on_posts(lambda post: post.replica.end(), self._posts)
         self.transfer.close()
 
     # ---- requests
@@ -298,7 +288,7 @@ class Fleet:
 
     def _start_all(self) -> None:
         """Starts all replicas. Raises the first error."""
-        for post, error in zip(self._posts, self._run_on_all(lambda post: post.replica.start()), strict=True):
+        for post, error in zip(self._posts, run_on_posts(lambda post: post.replica.start(), self._posts), strict=True):
             if isinstance(error, ReplicaLost):
                 raise EngineError(f"{post.replica.where} did not start: it {error}. Or use {ENGINE_HERE}.") from error
             if error is not None:
@@ -423,46 +413,8 @@ class Fleet:
         Raises the first other error.
         """
         ready = [post for post in posts or self._posts if post.is_ready]
-        for post, error in zip(ready, self._run_on_all(call, ready), strict=True):
+        for post, error in zip(ready, run_on_posts(call, ready), strict=True):
             if isinstance(error, ReplicaLost):
                 self._replace(post, str(error))
             elif error is not None:
                 raise error
-
-    def _run_on_all(
-        self, call: Callable[[Post], None], posts: Sequence[Post] | None = None
-    ) -> list[CohortError | None]:
-        """Calls a function for replicas, side by side, and returns the error of each; None where there was none."""
-
-        def run(post: Post) -> CohortError | None:
-            try:
-                call(post)
-            except CohortError as error:
-                return error
-            return None
-
-        chosen = self._posts if posts is None else posts
-        if len(chosen) == 1:
-            return [run(chosen[0])]
-        pool = ThreadPoolExecutor(max(1, len(chosen)))
-        try:
-            return list(pool.map(run, chosen))
-        finally:
-            # After Ctrl-C nobody waits for a replica that does not answer: `close` ends it.
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OneReplica:
-    """A replica alone, as a canary compares it."""
-
-    replica: Replica
-
-    def compute_logprobs(self, tokens: list[int]) -> list[list[float]]:
-        """Returns one list: the log-probability of every token after the first, at temperature 1."""
-        return [self.replica.compute_logprobs(tokens)]
-
-
-def make_group_key(request: Request) -> tuple[str, str, int]:
-    """Returns what the requests of a group have in common: task, prompt and visit."""
-    return (request.key.task, request.key.prompt_id, request.key.visit)
