@@ -9,11 +9,14 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.command_line import cohort
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_programs_and_commands_of_the_page_run(tmp_path: Path) -> None:
     programs = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
     assert list(programs) == ["shop", "guess", "count"]

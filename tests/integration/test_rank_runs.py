@@ -98,6 +98,7 @@ def test_shards_and_numbers_of_ranks_change_no_result(folders: tuple[Path, Path]
         compare_runs(folders[1] / name, expected, 3)
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     """The second time it is read and not made again."""
     flags = ["eval", "arithmetic", "--limit", "11", "--samples", "2", "--max-tokens", "16", "--threads", "1"]

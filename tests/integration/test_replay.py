@@ -142,6 +142,7 @@ def test_a_state_under_other_settings_is_the_same_state(runs: dict[str, Path], k
     assert found.differing_rows == []
 
 
+@pytest.mark.slow
 def test_changed_settings_give_what_a_run_with_them_from_that_step_on_does(runs: dict[str, Path]) -> None:
     """Compares with the real loop, which samples step 2 itself: the policy, and so the groups, are those of the run."""
     config = RUNS["kl"]

@@ -146,6 +146,7 @@ def test_no_runs_and_wrong_words(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:
     assert len(COMMANDS) == 14
     begin = time.monotonic()

@@ -7,6 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from cohort.run.directory import RunDirectory, load_evaluations
 from tests.helpers.command_line import ROOT, cohort
 
@@ -38,6 +40,7 @@ def write_rows(folder: Path) -> None:
         (folder / name).write_text(source)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run_as_printed(tmp_path: Path) -> None:
     write_rows(tmp_path)
     words = [command.split()[0] for command in COMMANDS]
