@@ -9,6 +9,7 @@ those at the request's temperature.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ from cohort.errors import EngineError
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
 # vLLM puts this before the id of a request.
 ID_PREFIX = "generate-tokens-"
+# How vLLM refuses a request whose reply would have a number that JSON has not.
+NO_NUMBERS = "not JSON compliant"
 # The class of `in_vllm`, as servers that Cohort starts import it.
 EXTENSION = "cohort_worker.Extension"
 # A CPU takes a share of the whole memory for KV otherwise, in GiB.
@@ -161,13 +164,21 @@ class VllmDialect:
         await calls.order("/abort_requests", {"request_ids": [f"{ID_PREFIX}{id}"]}, seconds, "to stop a request")
 
     async def compute_logprobs(self, calls: ServerCalls, tokens: list[int], label: str, seconds: float) -> list[float]:
-        """Returns the log-probability of every token after the first, at temperature 1. The cache is not read."""
+        """Returns the log-probability of every token after the first, at temperature 1. The cache is not read.
+
+        They are NaN if the server computes some that are no numbers, as it may with weights that are not whole.
+        """
         body = {
             "token_ids": tokens,
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
             "cache_salt": label,
         }
-        reply = await calls.post("/inference/v1/generate", body, seconds, "to compute log-probabilities")
+        try:
+            reply = await calls.post("/inference/v1/generate", body, seconds, "to compute log-probabilities")
+        except RefusedCall as refused:
+            if NO_NUMBERS not in str(refused):
+                raise
+            return [math.nan] * (len(tokens) - 1)
         # The first token has none. JSON has texts as keys.
         return read_logprobs(
             [read_field(reply, "prompt_logprobs", n, str(tokens[n]), "logprob") for n in range(1, len(tokens))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ import torch
 
 from cohort.engines.base import POLL_TIMEOUT, Abilities, sample
 from cohort.engines.fleet import session
-from cohort.engines.fleet.calls import read_address
+from cohort.engines.fleet.calls import RefusedCall, ServerCalls, read_address
 from cohort.engines.fleet.dialect import Part, read_logprobs, warn_untried
 from cohort.engines.fleet.engine import Fleet
 from cohort.engines.fleet.server import ServerReplica, Starter
@@ -370,6 +371,22 @@ def test_the_log_probabilities_of_drawn_tokens_are_compared_with_those_of_a_prom
     monkeypatch.setattr(cls, "continue_tokens", shifted)
     with pytest.raises(ConfigError, match=words), serving(kind):
         pass
+
+
+def test_a_reply_of_vllm_that_json_cannot_have_is_not_a_number(monkeypatch: pytest.MonkeyPatch):
+    """So the canary says that the weights did not arrive whole. Other refusals stay what they are."""
+
+    async def refuse(self: ServerCalls, *args: Any) -> Any:
+        raise RefusedCall(400, words)
+
+    monkeypatch.setattr(ServerCalls, "post", refuse)
+    dialect, calls = VllmDialect(), ServerCalls(read_address("http://localhost:1"))
+    words = "400 Out of range float values are not JSON compliant"
+    found = asyncio.run(dialect.compute_logprobs(calls, [1, 2, 3], "label", 1.0))
+    assert len(found) == 2 and all(map(math.isnan, found))
+    words = "400 too long"
+    with pytest.raises(RefusedCall, match="too long"):
+        asyncio.run(dialect.compute_logprobs(calls, [1, 2, 3], "label", 1.0))
 
 
 def test_a_server_with_the_weights_of_an_earlier_run_can_be_used_again(kind: str):
