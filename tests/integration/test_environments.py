@@ -251,9 +251,12 @@ def test_a_killed_run_with_tools_ends_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_bundled_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
-    """The beginning of the recipe: after a third of its steps the intervals of the accuracies are apart."""
-    done = cohort("train", "tiny_calculator", "--steps=40", "--name=calc", at=tmp_path)
+    """The beginning of the recipe: after half of its steps the intervals of the accuracies are apart.
+
+    After a third they are on some machines only just: rounding makes other runs of equal seeds.
+    """
+    done = cohort("train", "tiny_calculator", "--steps=60", "--name=calc", at=tmp_path)
     assert done.returncode == 0, done.stderr
     found = load_evaluations(tmp_path / "runs" / "calc")
-    assert found[0].accuracy < 0.65 and found[40].low > found[0].high + 0.05, (found[0].accuracy, found[40].accuracy)
-    assert found[40].parts["ran"] > 0.9, "right answers come through the tool"
+    assert found[0].accuracy < 0.65 and found[60].low > found[0].high + 0.05, (found[0].accuracy, found[60].accuracy)
+    assert found[60].parts["ran"] > 0.9, "right answers come through the tool"
