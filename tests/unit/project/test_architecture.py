@@ -191,12 +191,13 @@ AREAS = {  # leaves that nothing of it imports, or doors to other people's progr
         *("engines.server", "engines.site"),
     ): 1_310,
     # Servers of vLLM and SGLang that sample for training: how each is started and asked, and the requests under way.
-    # It was 1,080 before vLLM's workers opened memory of their GPU, through which weights reach them.
+    # It was 1,080 before vLLM's workers opened memory of their GPU, through which weights reach them, and 1,160 before
+    # replies that cannot be were refused and servers were probed before a run.
     (
         *("engines.fleet.calls", "engines.fleet.dialect", "engines.fleet.in_vllm", "engines.fleet.program"),
         *("engines.fleet.server", "engines.fleet.servers", "engines.fleet.session"),
         *("engines.fleet.sglang_server", "engines.fleet.vllm_server"),
-    ): 1_180,
+    ): 1_200,
     (*("models.catalog", "models.download", "models.hub", "models.shards", "models.gguf", "cli.pull"),): 1_350,
     # A terminal, conversations of several models, a task's problems, and files. It was 1,100 before a file had the
     # whole chat, and problems of the validation split were offered, 1,200 before episodes with tools were played, and

@@ -113,6 +113,8 @@ class ServerCalls:
             # The connection has a limit of its own.
             if limit.expired():
                 raise ReplicaLost(f"needed more than {seconds:.0f} s {purpose}") from None
+            if isinstance(error, ConnectionRefusedError):
+                raise ReplicaLost(f"cannot be reached {purpose}: nothing listens there") from error
             words = clean_text(f"{type(error).__name__}: {error}".removesuffix(": "), self._key)
             raise ReplicaLost(f"cannot be reached {purpose} ({words})") from error
         return self._read(reply, purpose, reads)

@@ -587,6 +587,7 @@ def test_a_server_that_is_not_there_is_waited_for(kind: str, caplog: pytest.LogC
     with caplog.at_level(logging.INFO), pytest.raises(EngineError) as error:
         make_fleet_of(kind, model_folder(), Address(("127.0.0.1", 1)), patience=1.0)
     assert "was not ready after 1 s (--engine.patience): it cannot be reached" in str(error.value)
+    assert "nothing listens there" in str(error.value)
     # After 0.1, 0.2, 0.4 and 0.8 s, as far as the machine keeps up.
     waits = [r for r in caplog.records if "waiting for the server http://127.0.0.1:1, which" in r.getMessage()]
     assert 2 <= len(waits) <= 4
